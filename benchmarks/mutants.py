@@ -92,7 +92,7 @@ REASONS = {
     ("Lane.settle", "future.result()"): _FAILING,
     ("Pipeline.run", "self.settle()"): _FAILING,
     ("Pipeline.settle", "lane.settle()"): _FAILING,
-    ("DiskStorage.finish", "opening.exception()"): _THREAD,
+    ("DiskStorage._give_back", "opening.exception()"): _THREAD,
     ("_keep_sum", "frame.kept += (frame.total,)"): _REUSED,
     ("DiskStorage.hold", "super().hold(parameters)"): _NAMED_ALIKE,
     (

@@ -333,8 +333,8 @@ class Templates:
 
     def save_pretrained(self, folder: str) -> None:
         self.saves += 1
-        place = Path(folder, "templates")
-        place.mkdir()
+        place = Path(folder, "templates", "of")
+        place.mkdir(parents=True)
         (place / "a.jinja").write_text(str(self.saves))
 
 
@@ -347,9 +347,9 @@ def test_folders_beside_a_model_are_replaced(rank: int, size: int, tmp_path: Pat
     for _ in range(3):
         made.save_model(str(tmp_path / "out"))
     dist.barrier()
-    files = [path.name for path in (tmp_path / "out" / "templates").iterdir()]
+    files = [path.name for path in (tmp_path / "out" / "templates" / "of").iterdir()]
     assert files == ["a.jinja"]
-    assert (tmp_path / "out" / "templates" / "a.jinja").read_text() == "3"
+    assert (tmp_path / "out" / "templates" / "of" / "a.jinja").read_text() == "3"
 
 
 @ranks(2)

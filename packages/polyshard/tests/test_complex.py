@@ -84,3 +84,25 @@ def test_collectives_get_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.zeros(2, dtype=torch.complex64, device="cpu")
     route.start(route.prepare([source]), [out])
     assert out.tolist() == [0, 2 - 2j]
+
+
+class Conjugated(nn.Module):
+    """Autograd leaves gradients of it that are conjugated when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.complex(torch.arange(6.0), -torch.arange(6.0)))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(x * self.turn.conj()).sum()
+
+
+@ranks(2)
+def test_lazily_conjugated_gradients(rank: int, size: int) -> None:
+    single, model = Conjugated(), fully_shard(Conjugated())
+    (sum(single(batch(r)) for r in range(size)) / size).backward()
+    model(batch(rank)).backward()
+    found: Any = model.turn
+    assert single.turn.grad is not None
+    torch.testing.assert_close(full(found.grad), single.turn.grad.resolve_conj())

@@ -121,7 +121,7 @@ class PolyshardTrainer(Trainer):
             for path in Path(folder).rglob("*"):
                 if path.is_file() and path.suffix != ".safetensors":
                     place = Path(output_dir, path.relative_to(folder))
-                    place.parent.mkdir(exist_ok=True)
+                    place.parent.mkdir(parents=True, exist_ok=True)
                     shutil.move(path, place)
 
     @override

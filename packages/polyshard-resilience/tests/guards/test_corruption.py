@@ -417,13 +417,16 @@ def test_torchs_own_engine_is_watched_as_well(rank: int, size: int) -> None:
         training.step(rank)
 
 
+@pytest.mark.parametrize("has_root", [True, False])
 @ranks(1)
-def test_what_stays_gathered_is_watched_where_it_rests(rank: int, size: int) -> None:
+def test_what_stays_gathered_is_watched_where_it_rests(
+    rank: int, size: int, has_root: bool
+) -> None:
     """Gathered parameters show others than the optimizer of another unit has."""
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for module in (*model, model):
+    for module in (*model, model) if has_root else model:
         fully_shard(module)
-    model.set_reshard_after_backward(False)
+        module.set_reshard_after_backward(False)
     optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
     Corruption(model, *optimizers, every=1)
     for _ in range(3):

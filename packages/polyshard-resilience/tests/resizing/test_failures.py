@@ -110,6 +110,18 @@ def test_an_interrupted_resize_keeps_no_other_waiting() -> None:
 
 
 @ranks(2)
+def test_a_resize_between_micro_batches_that_failed(rank: int, size: int) -> None:
+    """Where reductions are turned off still."""
+    polyshard_resilience.enable()
+    job = Job()
+    job.step()
+    job.model.set_requires_gradient_sync(requires_gradient_sync=False)
+    job.resize(dist.group.WORLD)
+    job.model.set_requires_gradient_sync(requires_gradient_sync=True)
+    job.step()
+
+
+@ranks(2)
 def test_what_does_not_fit_is_refused_on_every_rank(rank: int, size: int) -> None:
     polyshard_resilience.enable()
     job = Job()

@@ -266,9 +266,19 @@ def going_back_fails(rank: int, size: int) -> None:
     job = Job(rank)
     job.train(1)
     begin, also = time.monotonic(), FailsOnce(fails=rank == 1)
-    attempt = polyshard_resilience.attempt(job.model, job.optimizer, also=[also])
-    with pytest.raises((AttemptError, MemoryError)) as caught, attempt:
-        raise ValueError("on its own")
+    trials = 0
+
+    def try_sizes() -> None:
+        nonlocal trials
+        sizes = polyshard_resilience.attempts(job.model, job.optimizer, also=[also], sizes=(2, 1))
+        for trial in sizes:
+            with trial:
+                trials += 1
+                raise torch.OutOfMemoryError("of the device")
+
+    with pytest.raises((AttemptError, MemoryError)) as caught:
+        try_sizes()
+    assert trials == 1, "the other rank tries no smaller size with it"
     assert isinstance(caught.value, MemoryError if rank else AttemptError)
     assert "no room for a copy" in str(caught.value)
     assert time.monotonic() - begin < PATIENT_SECONDS

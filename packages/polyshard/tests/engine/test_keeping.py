@@ -67,6 +67,13 @@ def test_models_of_several_roots_keep_all_of_it(rank: int, size: int) -> None:
 
 
 @ranks(2)
+def test_compiled_models_have_the_keys_of_plain_ones(rank: int, size: int) -> None:
+    model = build(Lasting())
+    wrapped: Any = torch.compile(model, backend="eager")
+    assert list(plugin_state_dict(wrapped)) == list(plugin_state_dict(model))
+
+
+@ranks(2)
 def test_plans_of_several_roots_are_those_of_the_run(rank: int, size: int) -> None:
     model = without_outermost()
     before = describe(model)

@@ -49,6 +49,10 @@ class Pair(tuple[Any, ...]):
     def __new__(cls, first: Any, second: Any) -> Pair:
         return super().__new__(cls, (first, second))
 
+    @property
+    def first(self) -> Any:
+        return self[0]
+
 
 @dataclasses.dataclass
 class Output(OrderedDict[str, Any]):
@@ -99,7 +103,7 @@ class Take(nn.Module):
         self.kind, self.layer = kind, linear()
 
     def forward(self, given: Any) -> Tensor:
-        hidden = given[0] if self.kind == "pair" else given.hidden
+        hidden = given.first if self.kind == "pair" else given.hidden
         if self.kind == "output":
             assert given["hidden"] is given.hidden
         out: Tensor = self.layer(hidden)

@@ -18,6 +18,7 @@ from toy_twins import linear, pair, same_gradients, two_of
 from typing_extensions import override
 
 from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.engine.root import units_below
 from polyshard.module.schedule import own_unit
 from polyshard_testing import ranks
 
@@ -202,6 +203,23 @@ def test_gradients_are_zeroed_between_forward_and_backward(
         same_gradients(ours, theirs)
 
 
+@ranks(2)
+def test_zeros_of_one_module_are_not_anothers(rank: int, size: int) -> None:
+    """Of one unit; and of a class whose ``zero_grad`` takes nothing."""
+
+    class Own(nn.Linear):
+        def zero_grad(self) -> None:  # type: ignore[override]
+            super().zero_grad()
+
+    ours, theirs = two_of(lambda: nn.Sequential(Own(4, 4), linear(), linear()))
+    fully_shard([ours[0], ours[1]])
+    fully_shard(ours)
+    for model in (ours, theirs):
+        model(torch.ones(1, 4)).sum().backward()
+        model[0].zero_grad()
+    same_gradients(ours, theirs)
+
+
 # Backwards that a rank leaves out -----------------------------------------------------------------
 
 
@@ -232,6 +250,12 @@ def test_ranks_send_one_dtype_though_one_left_a_backward_out(rank: int, size: in
             loss.backward()
         else:
             model.reshard()
+        model.reset_iter_state()  # of an error, say; it is still inside of the block
+        loss = model(torch.ones(1, 4)).sum()
+        if rank == 0:
+            loss.backward()
+        else:
+            model.reshard()
     (group,) = own_unit(model).groups
     wires: list[torch.dtype] = []
     reducing = group.gradients.reducing
@@ -247,6 +271,51 @@ def test_ranks_send_one_dtype_though_one_left_a_backward_out(rank: int, size: in
         model(torch.ones(1, 4)).sum().backward()
     assert wires == [torch.float32]
     assert full(model.weight.grad)[0, 0] == 1.5
+
+
+@ranks(2)
+def test_a_first_backward_that_is_left_out_promises_nothing(rank: int, size: int) -> None:
+    """Ranks watch steps from one moment on, whatever each has done."""
+    ours, theirs = two_of(linear)
+    model: Any = fully_shard(ours)
+    x = torch.ones(1, 4)
+    with model.no_sync():
+        loss = model(x).sum()
+        if rank == 0:
+            loss.backward()
+        else:
+            model.reshard()
+        first, second = model(x).sum(), model(2 * x).sum()
+        (first + second).backward()
+    model(x).sum().backward()
+    (theirs(x) / 2 + 2 * theirs(x) + theirs(2 * x)).sum().backward()
+    same_gradients(model, theirs)
+
+
+@ranks(2)
+def test_weights_written_after_a_forward_without_backward_are_seen(rank: int, size: int) -> None:
+    ours, theirs = two_of(pair)
+    fully_shard(ours[0])
+    fully_shard(ours)
+    x = torch.ones(1, 4)
+    with ours.no_sync():
+        ours(x).sum().backward()  # steps are watched from here on
+    ours(x).sum().backward()
+    ours.zero_grad()
+    with ours.no_sync():
+        ours(x)
+        ours[0].reshard()
+        parameters = [
+            p.parameter
+            for _, _, unit in units_below(ours)
+            for group in unit.groups
+            for p in group.shards.parameters
+        ]
+        torch._foreach_mul_([p.detach() for p in parameters], 2.0)
+        found = ours(x)
+    with torch.no_grad():
+        torch._foreach_mul_(list(theirs.parameters()), 2.0)
+    torch.testing.assert_close(found, theirs(x))
 
 
 # Sums that lack those of replicas -----------------------------------------------------------------

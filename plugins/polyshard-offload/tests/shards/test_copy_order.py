@@ -53,7 +53,7 @@ NAMED_ALIKE = "orders nothing: only the name is alike"
 REUSED = "seen only if the allocator gives the same memory out again while the copy is under way"
 ELSEWHERE = {
     ("DiskStorage.open", "opening.result()"): BY_THE_OPTIMIZER,
-    ("DiskStorage.finish", "opening.exception()"): BY_THE_OPTIMIZER,
+    ("DiskStorage._give_back", "opening.exception()"): BY_THE_OPTIMIZER,
     ("DiskStorage._wait_written", "going.result()"): BY_THE_OPTIMIZER,
     ("DiskStorage.hold", "super().hold(parameters)"): NAMED_ALIKE,
     (

@@ -107,6 +107,22 @@ def test_an_optimizer_of_parameters_that_were_kept_is_seen() -> None:
     assert found.left == [(4, "DistributedDataParallel")]
 
 
+def test_variables_that_functions_pass_on_are_not_followed_for_ever() -> None:
+    found = migrated("""
+        from torch import nn
+        model = build()
+        kept = list(model.parameters())
+        def one():
+            global kept
+            kept = f(kept)
+        def two():
+            global kept
+            kept = g(kept)
+        model = nn.parallel.DistributedDataParallel(model)
+    """)
+    assert "fully_shard(model" in found.text
+
+
 def test_what_else_is_asked_of_parameters_is_no_optimizer() -> None:
     found = migrated("""
         from torch import nn, optim

@@ -265,14 +265,20 @@ class Corruption:
             return []
         stepped = {id(p) for w in self._windows if w.optimizer for p in parameters_of(w.optimizer)}
         # What is gathered shows others, which the next gather fills anew.
-        sharded: dict[str, Tensor] = {
-            p.info.fqn: p.parameter
+        sharded: dict[tuple[nn.Module, str], Tensor] = {
+            (owner.module, owner.name): p.parameter
             for _, _, unit in units_below(model)
             for group in unit.groups
             for p in group.shards.parameters
+            for owner in p.owners
         }
-        named = ((name, sharded.get(name, p)) for name, p in model.named_parameters())
-        return [(name, p) for name, p in named if id(p) not in stepped]
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in model.named_modules():
+            for name, held in module._parameters.items():
+                p = sharded.get((module, name), held)
+                if p is not None and id(p) not in stepped:
+                    found.setdefault(id(p), (f"{prefix}.{name}" if prefix else name, p))
+        return list(found.values())
 
 
 class Window:

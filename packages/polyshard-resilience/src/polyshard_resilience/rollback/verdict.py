@@ -98,10 +98,16 @@ class Verdict:
         return Verdict(Kind(kind), {int(rank): words for rank, words in said.items()}, left, epoch)
 
 
+class _HalfUndoneError(RuntimeError):
+    """A rank could not go back, and goes on with none of the others."""
+
+
 def verdict_on(rank: int, error: BaseException, left: int) -> Verdict:
     """What ``error`` of one rank means for all."""
     if isinstance(error, LEAVING):
         return Verdict(Kind.GONE, {rank: f"{said_of(error)}, with which it leaves"}, left)
+    if isinstance(error, _HalfUndoneError):
+        return Verdict(Kind.GONE, {rank: str(error)}, left)
     if isinstance(error, (OutOfStepError, ControlFlowError)):  # of no single rank
         kind = Kind.GONE if isinstance(error, OutOfStepError) else Kind.FAILED
         return Verdict(kind, {NOBODY: str(error)}, left)
@@ -135,15 +141,16 @@ def go_back(ballot: Ballot, verdict: Verdict, put_back: Callable[[], None]) -> V
     alarm.look()
     if alarm.report is not None:
         await_devices()  # what was aborted there writes no more
-    failed: Exception | None = None
+    failed, half = None, None
     try:
         put_back()
     except Exception as error:  # the others wait for this rank
         failed = error
+        half = _HalfUndoneError(f"the failed step could not be undone ({said_of(error)})")
     if not is_gone:
         # A rank that failed again while others still went back would be heard by none of them:
         # what they begin anew is after that failure.
-        after = ballot.cast(UNDONE, failed or _unmended())
+        after = ballot.cast(UNDONE, _unmended() if failed is None else half)
         go_on_to(after.epoch)
         verdict = verdict if after else after
     lost(verdict.said if verdict.kind is Kind.GONE else {})

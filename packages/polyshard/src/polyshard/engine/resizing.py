@@ -78,8 +78,8 @@ class Resizing:
             made = ParameterGroup(sources, group.stack, group.name, None)
             succession = Succession(group, made)
             self._made.append(succession)  # first: undo() puts back what shard() registers
-            made.take_settings(group)
             made.shard()
+            made.take_settings(group)
             made.take_originals()  # the parameters stay
             if mesh is not None:
                 made.take_memory(roles.device)

@@ -54,7 +54,7 @@ def groups_by_label(model: nn.Module) -> dict[str, ParameterGroup]:
         label: group
         for name, _, unit in units_below(model)
         for label, group in zip(
-            group_names(name or ROOT, len(unit.groups)), unit.groups, strict=True
+            group_names(_uncompiled(name) or ROOT, len(unit.groups)), unit.groups, strict=True
         )
     }
     if not groups:
@@ -163,6 +163,11 @@ def _put_back(substitutes: Mapping[Unit, Sequence[Registration]]) -> None:
         unit.wait()
         for registration in registrations:
             registration.owner.module._parameters[registration.owner.name] = registration.value
+
+
+def _uncompiled(name: str) -> str:
+    """As it is without ``torch.compile``, which wraps modules."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def preview_names(root: nn.Module) -> None:

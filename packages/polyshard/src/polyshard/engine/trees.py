@@ -56,7 +56,11 @@ def _like_sequence(original: Any, items: list[Any]) -> Any:
     try:
         return type(original)(items)
     except TypeError:  # a constructor of its own
-        return tuple(items) if isinstance(original, tuple) else items
+        if not isinstance(original, tuple):
+            return items
+        made = tuple.__new__(type(original), items)
+        made.__dict__.update(getattr(original, "__dict__", {}))
+        return made
 
 
 def _map_dataclass(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -258,7 +258,7 @@ class RootContext:
         if self.turn.in_backward:
             return
         if torch.is_grad_enabled():  # a backward ends alike, unless this rank leaves it out
-            self._promise(is_last=self.finalization.is_last)
+            self._promise(is_last=self.finalization.is_last, freed=False)
         else:
             self.settle()
             self._lend_pages()
@@ -345,11 +345,15 @@ class RootContext:
             self._lend_pages()
         self.settle()
 
-    def _promise(self, *, is_last: bool, ends: bool = False) -> None:
-        """Whether micro-batches of the iteration follow. See [Note: kept parameters]."""
+    def _promise(self, *, is_last: bool, ends: bool = False, freed: bool = True) -> None:
+        """Whether micro-batches of the iteration follow. See [Note: kept parameters].
+
+        ``freed``: for groups too that the backward frees.
+        """
         for group in self.groups() if self._watches_steps else ():
             if not (is_last and group.reduces):
-                group.promised_at_step = group.made_at_step
+                if freed or not group.reshard_after_backward:
+                    group.promised_at_step = group.made_at_step
             elif ends:
                 group.promised_at_step = None
 

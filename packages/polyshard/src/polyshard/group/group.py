@@ -255,11 +255,12 @@ class ParameterGroup:
     def numbers(self) -> dict[str, float]:
         """What codecs of the group measured, by the names of plugin and number."""
         generation = self._generation
-        if generation is None or self._is_outdated:
+        if generation is None:
             return {}
+        gather = generation.__dict__.get("gather")  # none after a conversion, until the next use
         found = self.contributions
         codecs = (
-            (found[GATHER_CODEC].name, generation.gather.codec),
+            (found[GATHER_CODEC].name, None if gather is None else gather.codec),
             (found[REDUCE_CODEC].name, generation.reducer.codec),
         )
         return {
@@ -662,6 +663,7 @@ class ParameterGroup:
         """Forget everything a failed step left behind; end sharded."""
         if self._generation is not None:
             self.gradients.discard(self._generation)
+            self.gradients.has_unreduced = not self.reduces
         self.reduced.clear()
         self.abandon()
 

@@ -166,11 +166,13 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
                 parameter.put_gradient(gradient)
         return applied
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Of sharded parameters too, where a forward has left unsharded ones registered."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        (to_none,) = args[:1] or (kwargs.get("set_to_none", True),)
+        modules = set(self.modules())  # type: ignore[attr-defined]
         for group in own_groups(self, recurse=True):
-            group.shards.zero_gradients(set_to_none=set_to_none)
+            group.shards.zero_gradients(modules, to_none=to_none)
 
     @override
     def _get_fsdp_state(self) -> Any:

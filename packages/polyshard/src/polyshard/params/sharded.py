@@ -17,7 +17,7 @@ them; those still on the meta device have no memory that could be held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -179,13 +179,17 @@ class Shards:
         for parameter in self.parameters:
             parameter.parameter.grad = None
 
-    def zero_gradients(self, *, set_to_none: bool) -> None:
-        """Forget the sharded gradients, or fill them with zeros."""
-        if set_to_none:
-            self.drop_gradients()
+    def zero_gradients(self, modules: Collection[nn.Module], *, to_none: bool) -> None:
+        """Forget the gradients of what ``modules`` use, or fill them with zeros."""
         for parameter in self.parameters:
-            if (gradient := parameter.parameter.grad) is not None:
-                gradient.detach_().zero_()
+            gradient = parameter.parameter.grad
+            if gradient is None or not any(o.module in modules for o in parameter.owners):
+                continue
+            if to_none:
+                parameter.parameter.grad = None
+            else:
+                plain = gradient.requires_grad_(False) if gradient.is_leaf else gradient.detach_()
+                plain.zero_()
 
     def versions(self) -> list[int]:
         """Version counters of the sharded parameters, which count some of the writes to them.

@@ -99,6 +99,8 @@ class Averaging:
         sources: dict[int, Tensor] = {}
         for index, gradient in gradients.items():
             source = gradient if gradient.dtype == dtype else gradient.to(dtype)
+            if source.is_conj() or source.is_neg():  # what travels is memory
+                source = source.resolve_conj().resolve_neg()
             if not source.is_contiguous():
                 source = source.contiguous()
             if self.before != 1.0:

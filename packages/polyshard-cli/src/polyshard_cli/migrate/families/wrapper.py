@@ -171,6 +171,10 @@ def _ending(arg: cst.Arg, last: cst.Arg) -> cst.Comma | cst.MaybeSentinel:
     return last.comma.with_changes(whitespace_after=end)
 
 
+LONGEST_CHAIN = 4
+"""Of assignments from parameters to an optimizer that are followed."""
+
+
 def check_optimizer(wrapping: Wrapping, term: Term) -> None:
     """Leave a call before which an optimizer is made: it would hold parameters that are gone."""
     view, module = wrapping.view, wrapping.module
@@ -192,15 +196,22 @@ def _without_calls(node: cst.BaseExpression) -> cst.BaseExpression:
     return node
 
 
-def _is_for_optimizer(view: FileView, node: cst.CSTNode) -> bool:
-    """Whether ``node`` is within arguments of a class, or in a variable that is."""
+def _is_for_optimizer(
+    view: FileView, node: cst.CSTNode, seen: frozenset[cst.CSTNode] = frozenset()
+) -> bool:
+    """Whether ``node`` is within arguments of a class, or in a variable that is.
+
+    ``seen``: assignments that lead to ``node``.
+    """
     for each in view.ancestors(node):
         if isinstance(each, cst.Call) and dotted(each.func).rpartition(".")[2][:1].isupper():
             return True
         if isinstance(each, cst.Assign):
+            if each in seen or len(seen) == LONGEST_CHAIN:
+                return False
             targets = [target.target for target in each.targets]
             return any(
-                _is_for_optimizer(view, mention)
+                _is_for_optimizer(view, mention, seen | {each})
                 for target in targets
                 if isinstance(target, cst.Name)
                 for mention in view.mentions(target)
