@@ -1,6 +1,7 @@
 """A fraction of the elements travels; nothing is lost, only late."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_it_converges_and_sends_what_it_says(rank: int, size: int) -> None:
 def test_wide_values_are_aligned(rank: int, size: int) -> None:
     """An odd number of positions of four bytes beside values of eight."""
     torch.manual_seed(0)
-    model = nn.Linear(5, 3).double()
+    model: Any = nn.Linear(5, 3).double()
     fully_shard(model, plugins=[TopKGradients(1.0)])
     x = torch.ones(2, 5, dtype=torch.float64) * (rank + 1)
     model(x).sum().backward()

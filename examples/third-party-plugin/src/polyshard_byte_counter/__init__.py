@@ -1,6 +1,6 @@
 """A polyshard plugin that adds up the bytes that each parameter group sends."""
 
-from collections import Counter
+import collections
 
 from polyshard import ObserverPlugin
 
@@ -12,7 +12,7 @@ class ByteCounter(ObserverPlugin):
     version = "0.1.0"
 
     def __init__(self) -> None:
-        self.sent_bytes: Counter[str] = Counter()
+        self.sent_bytes: collections.Counter[str] = collections.Counter()
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:
         self.sent_bytes[group] += payload_bytes
