@@ -36,6 +36,7 @@ ELSEWHERE = {
     ("Reducer._land", "pending.wait()"): FOR_LANDINGS,
     ("Reducer._play_out", "pending.wait()"): FOR_GLOO,
     ("join", "pending.wait()"): FOR_VALUES,
+    ("Reducer._join", "pending.wait()"): FOR_VALUES,
     ("Reducer._put", "self._storage.settle()"): FOR_HOST_MEMORY,
     ("_keep_sum", "frame.kept += (frame.total,)"): FOR_STORAGES,
     ("Reducer._take_held", "frame.kept += (earlier,)"): FOR_STORAGES,

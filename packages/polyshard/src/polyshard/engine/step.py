@@ -306,6 +306,8 @@ class Reductions:
         self._sending: deque[tuple[ParameterGroup, Frame]] = deque()
         self._summing: deque[tuple[ParameterGroup, Frame]] = deque()
         self._may_hold: dict[ParameterGroup, None] = {}
+        self.partial: set[ParameterGroup] = set()
+        """Those with sums on their way that will lack those of other replicas."""
 
     def __bool__(self) -> bool:
         return bool(self._sending or self._summing)
@@ -319,19 +321,19 @@ class Reductions:
                 self._summing.append((oldest, frame))
             else:
                 oldest.finish_reduction(frame)
-        self._sending.append((group, group.start_reduction(gradients, is_last=is_last)))
+        frame = group.start_reduction(gradients, is_last=is_last)
+        self._sending.append((group, frame))
+        if not frame.key.all_reduces:
+            self.partial.add(group)
         if not is_last:
             self._may_hold[group] = None
 
-    def lack_replicas(self, group: ParameterGroup) -> bool:
-        """Whether some of ``group`` will end in sums that lack those of other replicas."""
-        return any(g is group and not frame.key.all_reduces for g, frame in self._sending)
-
     def finish_partial(self, group: ParameterGroup) -> None:
-        """Keep sums of ``group`` that lack those of replicas: the next reduction adds to them."""
-        while self.lack_replicas(group):
+        """Keep the partial sums of ``group``: the next reduction adds to them."""
+        while any(g is group for g, _ in self._sending):
             oldest, frame = self._sending.popleft()
             oldest.finish_reduction(frame)
+        self.partial.discard(group)
 
     def finish_sums(self) -> None:
         """A backward has ended: put in place what replicas were still summing."""
@@ -345,6 +347,7 @@ class Reductions:
         while self._sending:
             group, frame = self._sending.popleft()
             group.finish_reduction(frame)
+        self.partial.clear()
 
     def place_held(self) -> None:
         """Put in place what earlier backwards left, and no reduction of the last took along."""
@@ -367,6 +370,7 @@ class Reductions:
         self._summing.clear()
         self._sending.clear()
         self._may_hold.clear()
+        self.partial.clear()
 
 
 # The end of a backward ----------------------------------------------------------------------------

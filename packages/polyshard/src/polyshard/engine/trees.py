@@ -35,7 +35,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, *, opens: bool 
             items[1] = tree.batch_sizes  # which kernels read on the host
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return _like_sequence(tree, items)
+        if type(tree) is tuple:
+            return tuple(items)
+        return items if type(tree) is list else _like_sequence(tree, items)
     if opens and dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return _map_dataclass(function, tree)
     return tree

@@ -295,7 +295,8 @@ class RootContext:
                 group.reshard()
             return
         self.finalization.pending.pop(group, None)
-        self.reductions.finish_partial(group)
+        if group in self.reductions.partial:
+            self.reductions.finish_partial(group)
         gradients = group.take_gradients()
         if group.reshard_after_backward:
             group.reshard()
@@ -306,8 +307,7 @@ class RootContext:
         """Whether ``group`` has, or is about to have, sums that lack those of other replicas."""
         if not group.roles.is_replicated:
             return False
-        on_their_way = self.reductions.lack_replicas(group)
-        return on_their_way or group.gradients.waiting.awaits_replicas
+        return group in self.reductions.partial or group.gradients.waiting.awaits_replicas
 
     # End of backward --------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ from polyshard.sharding.layout import plan_layout
 from polyshard.transport import all_reduce
 from polyshard.transport.base import Transport, Turn
 from polyshard.transport.custom import CustomComms, CustomTransport
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class State(Enum):
@@ -499,7 +502,7 @@ class ParameterGroup:
             return
         if until_backward and generation.block is not None:
             generation.block.keep()
-        if [leaf.requires_grad for leaf in generation.leaves] != generation.trained:
+        if list(map(_requires_grad, generation.leaves)) != generation.trained:
             self._follow_leaves(generation)
         self.shards.registry.register()
         if self._home is not None:

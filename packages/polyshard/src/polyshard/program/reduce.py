@@ -58,7 +58,7 @@ from polyshard.program.ops import Frame, Lane, Memory, Op, Program, Traffic, com
 from polyshard.program.packing import Averaging, Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.transport import all_gather, all_reduce, presence_of
-from polyshard.transport.base import ReduceRoute, Turn
+from polyshard.transport.base import DONE, ReduceRoute, Turn
 
 if TYPE_CHECKING:
     from polyshard.transport.gloo.presence import Difference, Presence
@@ -512,8 +512,14 @@ class Reducer:
         parts.complete.append(Op("keep", keep, writes=(Memory.TOTAL,), plugin=self._plugin))
 
     def _join(self, frame: Frame) -> None:
-        """Wait for the transfer, and give back what was sent."""
-        join(frame)
+        """As :func:`join`, in one call for every step; then give back what was sent."""
+        pending, frame.pending = frame.pending, None
+        if pending is not None and pending is not DONE:
+            try:
+                pending.wait()
+            except BaseException:
+                frame.is_torn = True
+                raise
         self._give_back(frame)
 
     def _give_back(self, frame: Frame) -> None:

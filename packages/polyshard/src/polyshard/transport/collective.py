@@ -104,11 +104,6 @@ def share_first(sums: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         dist.broadcast(each, group=group, group_src=0)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """As NCCL takes it: complex numbers are pairs, which add up as such."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
 class CollectiveReduce(ReduceRoute):
     """One ``reduce_scatter_tensor`` per piece; only uneven pieces are padded first."""
 
@@ -155,7 +150,13 @@ class CollectiveReduce(ReduceRoute):
         with self._transport.together(group):
             for source, out, extents in zip(sources, outs, self._extents, strict=True):
                 if source is not None and extents.chunk_numel:
-                    reduce_single(_real(out), _real(source), group=group)
+                    pair = out, source
+                    if source.is_complex():  # NCCL has pairs of numbers, which add up alike
+                        pair = (
+                            torch.view_as_real(out).view(-1),
+                            torch.view_as_real(source).view(-1),
+                        )
+                    reduce_single(*pair, group=group)
         if self._alike is not None:
             share_first(self._alike.of(sources, outs), group)
         return DONE
