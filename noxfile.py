@@ -57,7 +57,7 @@ WITH_EXTRAS = {"polyshard-cli": "migrate,picture"}
 # [Note: one environment with torch]
 # Installing torch costs most of a session's time and a gigabyte of disk, so every session that
 # needs it shares .nox/dev. What a session must not see is uninstalled first, so sessions that share
-# it cannot run beside each other. Only `build` makes a second one, because it must start empty.
+# it cannot run beside each other. Sessions that must start empty, such as `build`, make their own.
 # While no pyproject.toml changes, a session adds and removes only the plugins that differ.
 def dev_environment(session: nox.Session, plugins: list[str]) -> Path:
     """Make the shared environment hold core and exactly ``plugins``; return its bin folder."""

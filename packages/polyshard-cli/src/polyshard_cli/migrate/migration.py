@@ -83,7 +83,7 @@ def _written(file: MigratedFile) -> MigratedFile:
     """``file`` with its findings where they are now: a line that went is where others took over."""
     if not file.is_changed:
         return file
-    old, new = (text.decode(file.encoding).splitlines() for text in (file.before, file.after))
+    old, new = map(file.lines, (file.before, file.after))
     at: dict[int, int] = {}
     for _, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         for place in range(i1, i2):

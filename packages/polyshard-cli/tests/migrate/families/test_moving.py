@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 from migrate_runs import migrated, unchanged
+
+from polyshard_cli.migrate.families.deepspeed import Beside
+from polyshard_cli.migrate.migration import migrate_files, migrate_source, write_files
 
 
 def test_a_whole_import_keeps_its_layout() -> None:
@@ -149,12 +155,36 @@ def test_the_norm_is_not_a_dtensor_any_more() -> None:
 
 
 def test_encoding_and_line_ends_are_kept() -> None:
-    from pathlib import Path
-
-    from polyshard_cli.migrate.families.deepspeed import Beside
-    from polyshard_cli.migrate.migration import migrate_source
-
     text = "# -*- coding: latin-1 -*-\r\n# é\r\nfrom torch.distributed.fsdp import fully_shard\r\n"
     file = migrate_source(Path("a.py"), text.encode("latin-1"), Beside(Path()))
     assert file.after == text.replace("torch.distributed.fsdp", "polyshard").encode("latin-1")
     assert "+from polyshard import fully_shard\r\n" in file.diff
+
+
+def test_form_feeds_end_no_line(tmp_path: Path) -> None:
+    script = tmp_path / "a.py"
+    text = (
+        "# one\n\x0c\n"
+        "from torch.nn.utils import clip_grad_norm_\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "fully_shard(model)\n"
+        "norm = clip_grad_norm_(model.parameters(), 1.0)\n"
+        "norm.full_tensor()\n"
+    )
+    script.write_bytes(text.encode())
+    document = migrate_files([script])
+    (file,) = document.files
+    assert "No newline" not in file.diff
+    patched = subprocess.run(
+        ["git", "apply", "-p0", "-"],
+        cwd=tmp_path,
+        input=file.diff.replace(f"a{script}", "a.py").replace(f"b{script}", "a.py").encode(),
+        capture_output=True,
+        check=False,
+    )
+    assert (patched.returncode, script.read_bytes()) == (0, file.after), patched.stderr
+    (before,) = (finding.line for finding in file.findings if finding.kind.is_left)
+    script.write_bytes(text.encode())
+    (written,) = write_files(document).files
+    (after,) = (finding.line for finding in written.findings if finding.kind.is_left)
+    assert file.before.split(b"\n")[before - 1] == written.after.split(b"\n")[after - 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,15 +32,16 @@ class MigratedFile:
         """Whether there is something to write."""
         return self.before != self.after
 
+    def lines(self, text: bytes) -> list[str]:
+        """Those of ``text``, with their ends, as Python counts them: form feeds end none."""
+        return list(io.StringIO(text.decode(self.encoding), newline=""))
+
     @property
     def diff(self) -> str:
         """From before to after, unified; empty if nothing changes."""
         if not self.is_changed:  # perhaps of an encoding that nobody had to know
             return ""
-        old, new = (
-            text.decode(self.encoding).splitlines(keepends=True)
-            for text in (self.before, self.after)
-        )
+        old, new = map(self.lines, (self.before, self.after))
         name = str(self.path).lstrip("/")  # as git shows it
         lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
         return "".join(
