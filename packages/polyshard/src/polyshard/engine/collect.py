@@ -298,12 +298,10 @@ def move_to_device(roots: Sequence[nn.Module], collector: Collector, roles: Mesh
 def move(tensor: Tensor, moved: Tensor) -> None:
     """Have ``tensor``, which others hold too, be ``moved``."""
     is_plain = type(tensor) is Tensor or nn.Parameter in type(tensor).__mro__
-    try:
-        if is_plain:  # else what is within would stay where it is
+    if is_plain:  # else what is within would stay where it is
+        with suppress(RuntimeError):  # devices not built into torch have tensors of another kind
             tensor.data = moved
             return
-    except RuntimeError:  # devices that are not built into torch have tensors of another kind
-        pass
     is_parameter = isinstance(tensor, nn.Parameter)
     made = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
     for name, value in tensor.__dict__.items():
