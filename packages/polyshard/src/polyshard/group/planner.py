@@ -28,8 +28,8 @@ def plan_of(group: ParameterGroup, *, frees: bool) -> GroupPlan:
     generation = group.prepare()
     group.sync_requires_grad(generation)
     gather, reducer = generation.gather, generation.reducer
-    reduction = reduction_of(group, generation.wire)
-    of_sums = reduction_of(group, generation.dtypes.reduce)
+    wire, sums = generation.wire, generation.dtypes.reduce
+    reductions = {dtype: reduction_of(group, dtype) for dtype in dict.fromkeys((wire, sums))}
     contributions, shards, transport = group.contributions, group.shards, group.transport
     gather_codec = _gather_codec(group, gather)
     ways = ways_of(shards.layout, transport, has_codec=gather.payload_bytes is not None)
@@ -41,13 +41,13 @@ def plan_of(group: ParameterGroup, *, frees: bool) -> GroupPlan:
         dtypes=generation.dtypes,
         roles=_roles(group, gather_codec),
         reshard_after_forward=group.block_size or frees,
-        programs=(*(gathered.planned() for gathered in generation.gathers), reduction),
+        programs=(*(gathered.planned() for gathered in generation.gathers), reductions[wire]),
         ways=ways,
         transfers=summary(ways, transport),
         forms=tuple(_form(group, parameter) for parameter in shards.parameters),
         payloads=Payloads(gather.payload_bytes, *reducer.payload_bytes),
         notices=all_notices(group.policy, shards.dtype, contributions),
-        accumulated_reduce_bytes=of_sums.traffic.sent,
+        accumulated_reduce_bytes=reductions[sums].traffic.sent,
         kept_bytes=reducer.kept_bytes,
         gather_kept_bytes=gather.kept_bytes,
     )
