@@ -82,7 +82,9 @@ def test_collectives_get_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     route: Any = collective.CollectiveReduce(extents, torch.complex64, transport)  # type: ignore[arg-type]
     source = torch.complex(torch.arange(4.0, device="cpu"), -torch.arange(4.0, device="cpu"))
     out = torch.zeros(2, dtype=torch.complex64, device="cpu")
-    route.start(route.prepare([source]), [out])
+    sources = [source]
+    route.prepare(sources)
+    route.start(sources, [out])
     assert out.tolist() == [0, 2 - 2j]
 
 

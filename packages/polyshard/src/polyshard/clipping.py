@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor, Replicate
 
+from polyshard._torch.newer import backend_of
 from polyshard._torch.private import local_tensor
 from polyshard.errors import NonFiniteError, SettingError
 
@@ -88,8 +89,19 @@ def _measured(
     _check_norm_type(norm_type)
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = _parts(tensors, _extra_groups(distinct_over), known)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return parts, _total_norm(parts, float(norm_type), tuple(distinct_over or ()), device)
+    over = tuple(distinct_over or ())
+    device = tensors[0].device if tensors else _device_of_others(over)
+    return parts, _total_norm(parts, float(norm_type), over, device)
+
+
+def _device_of_others(over: Groups) -> torch.device:
+    """Where other ranks have gradients, for one that has none: no backend reduces over two kinds."""
+    if over and torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        if backend_of(over[0], found) not in {"", "gloo"}:
+            return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
 
 
 def _check_norm_type(norm_type: float) -> None:

@@ -25,12 +25,14 @@ from polyshard.engine.trees import map_tensors
 from polyshard.errors import LifecycleError
 from polyshard_testing import ranks
 
-X = torch.linspace(-1, 1, 8, device="cpu").view(2, 4)
+
+def rows() -> Tensor:
+    return torch.linspace(-1, 1, 8).view(2, 4)
 
 
 def same_training(ours: Any, theirs: Any) -> None:
     for model in (ours, theirs):
-        model(X).square().sum().backward()
+        model(rows()).square().sum().backward()
     same_gradients(ours, theirs)
 
 
@@ -171,9 +173,9 @@ def test_names_of_the_users_class_are_its_own(rank: int, size: int) -> None:
     fully_shard(ours)
     same_training(ours, theirs)
     with ours.no_sync():
-        ours(X).square().sum().backward()
+        ours(rows()).square().sum().backward()
     ours.set_requires_gradient_sync(requires_gradient_sync=True)
-    theirs(X).square().sum().backward()
+    theirs(rows()).square().sum().backward()
     same_training(ours, theirs)
     ours.to(torch.float64)
     assert ours._unit.weight.dtype is torch.float64
@@ -216,7 +218,7 @@ def test_a_tuple_of_modules_is_a_unit(rank: int, size: int) -> None:
 def test_a_plain_module_in_a_unit_can_be_copied(rank: int, size: int) -> None:
     model: Any = fully_shard(pair())
     teacher = copy.deepcopy(model[1])
-    model(X).sum().backward()
+    model(rows()).sum().backward()
     torch.optim.SGD(model.parameters(), 1.0).step()
     found = teacher.state_dict()["weight"]
     assert not torch.equal(full(found), full(model[1].weight))
@@ -244,7 +246,7 @@ def test_optimizers_that_only_hold_others(rank: int, size: int, kind: type[Sever
     inner = torch.optim.SGD(model.parameters(), 0.1)
     outer = kind(inner)
     fully_shard(model)
-    model(X).sum().backward()
+    model(rows()).sum().backward()
     with pytest.raises(LifecycleError, match="built before fully_shard"):
         outer.optimizers[0].step()
 
@@ -256,7 +258,7 @@ def test_a_conversion_gives_the_old_shards_back(rank: int, size: int) -> None:
         fully_shard(module)
     ours.set_requires_gradient_sync(requires_gradient_sync=False)
     for model in (ours, theirs):
-        model(X).square().sum().backward()
+        model(rows()).square().sum().backward()
     groups = [group for _, _, unit in units_below(ours) for group in unit.groups]
     old = [StorageWeakRef(group.shards.buffer.untyped_storage()) for group in groups]
     for model in (ours, theirs):
@@ -265,5 +267,5 @@ def test_a_conversion_gives_the_old_shards_back(rank: int, size: int) -> None:
     assert all(reference.expired() for reference in old)
     ours.set_requires_gradient_sync(requires_gradient_sync=True)
     for model in (ours, theirs):
-        model(X.double()).square().sum().backward()
+        model(rows().double()).square().sum().backward()
     same_gradients(ours, theirs)

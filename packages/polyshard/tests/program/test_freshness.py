@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -537,6 +538,7 @@ def test_other_optimizers_and_ends_of_iterations(rank: int, size: int) -> None:
         announce_by_last(model.module, False)
 
     def gather_by_hand() -> None:
+        dist.barrier()  # a rank still in its backward would hear that the other gave its step up
         model.module.reset_iter_state()
         for module in (model.module, *model.module.layers):
             module.unshard()

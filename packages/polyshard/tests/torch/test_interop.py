@@ -236,6 +236,7 @@ def test_meta_parameters_are_named_and_can_be_filled(rank: int, size: int) -> No
     shard(model, fully_shard)
     with raises_in_step(LifecycleError, "meta"):
         model(tokens_for(0, rank))
+    model.reset_iter_state()
     model.to_empty(device=torch.get_default_device())
     reference = shard(build(**SMALL), fully_shard)
     model.load_state_dict(reference.state_dict())

@@ -70,7 +70,8 @@ def reduce(rank: int, world: int, kind: str, wire: torch.dtype) -> None:
     present = [s if i != 2 else None for i, s in enumerate(sources)]
     outs = [torch.full((p.chunk_numel,), float("nan")) for p in pieces]
     before = [s.clone() for s in sources]
-    route.start(route.prepare(present), outs).wait()
+    route.prepare(present)
+    route.start(present, outs).wait()
     factor = world * (world + 1) / 2
     for index, (size, piece, out) in enumerate(zip(SIZES, pieces, outs, strict=True)):
         real = piece.numels[rank]

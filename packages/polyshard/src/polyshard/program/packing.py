@@ -94,9 +94,12 @@ class Averaging:
             before *= 2
         return cls(before, divisor / before)
 
-    def sources_of(self, gradients: Mapping[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """What is sent of gradients: their own memory, which is read only, or copies."""
-        sources: dict[int, Tensor] = {}
+    def sources_of(self, gradients: dict[int, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+        """What is sent of gradients: their own memory, which is read only, or copies.
+
+        A copy takes the place of its gradient, which callers further up hold: it is freed before
+        the next is copied.
+        """
         for index, gradient in gradients.items():
             source = gradient if gradient.dtype == dtype else gradient.to(dtype)
             if source.is_conj() or source.is_neg():  # what travels is memory
@@ -107,8 +110,8 @@ class Averaging:
                 # Autograd may have given this memory to another parameter, or a user may hold it.
                 is_own = source is not gradient
                 source = source.div_(self.before) if is_own else source.div(self.before)
-            sources[index] = source
-        return sources
+            gradients[index] = source
+        return gradients
 
 
 class Packing:

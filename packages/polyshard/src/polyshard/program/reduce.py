@@ -400,13 +400,14 @@ class Reducer:
 
         def pack(frame: Frame) -> None:
             sources = averaging.sources_of(frame.gradients, wire)
-            frame.gradients = {}  # what was cast is not needed any more
-            if not leaves:
-                frame.total = self._new_total(frame, is_seen=is_seen)
             if codec is not None:
                 codec.begin(frozenset(sources))
-            pieces, frame.packed = packing.pieces(sources, wire)
-            frame.pieces = pieces if prepare is None else prepare(pieces)
+            frame.pieces, frame.packed = packing.pieces(sources, wire)
+            sources.clear()  # callers further up hold it: what is cast is freed before the next is
+            if prepare is not None:
+                prepare(frame.pieces)
+            if not leaves:
+                frame.total = self._new_total(frame, is_seen=is_seen)
 
         def scatter(frame: Frame) -> None:
             if leaves:  # memory of this lane's, which alone uses it

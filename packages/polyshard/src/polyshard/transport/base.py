@@ -109,9 +109,8 @@ class ReduceRoute(ABC):
     is_awaited: bool = True
     """Whether its transfers need :meth:`Pending.wait` in addition to the order of streams."""
 
-    def prepare(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the sources for :meth:`start`; allocates the memory that they need."""
-        return sources
+    def prepare(self, sources: list[Tensor | None]) -> None:
+        """Make of the sources those for :meth:`start`, one by one: each old one is freed first."""
 
     @abstractmethod
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
@@ -133,8 +132,10 @@ class ReduceRoute(ABC):
         Plans call it with tensors on the meta device. By default, the memory that :meth:`prepare`
         allocates.
         """
-        made = zip(self.prepare(sources), sources, strict=True)
-        return sum(new.nbytes for new, old in made if new is not None and new is not old)
+        made = list(sources)
+        self.prepare(made)
+        pairs = zip(made, sources, strict=True)
+        return sum(new.nbytes for new, old in pairs if new is not None and new is not old)
 
     def in_tree(self) -> ReduceRoute | None:
         """Return the route with sums over a binary tree of the ranks; ``None`` if unsupported.

@@ -129,20 +129,18 @@ class CollectiveReduce(ReduceRoute):
         return (self._transport.size - 1) * sent * self._dtype.itemsize
 
     @override
-    def prepare(self, sources: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def prepare(self, sources: list[Tensor | None]) -> None:
         """Cast and pad."""
-        prepared: list[Tensor | None] = []
-        for source, extents in zip(sources, self._extents, strict=True):
+        for place, (source, extents) in enumerate(zip(sources, self._extents, strict=True)):
             full = extents.chunk_numel * len(extents.numels)
             if source is None:
-                prepared.append(None)
-            elif source.numel() == full:
-                prepared.append(source.to(self._dtype))
+                continue
+            if source.numel() == full:
+                sources[place] = source.to(self._dtype)
             else:
                 padded = source.new_zeros(full, dtype=self._dtype)
                 padded[: source.numel()].copy_(source)
-                prepared.append(padded)
-        return prepared
+                sources[place] = padded
 
     @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:

@@ -49,8 +49,8 @@ class _Reduce(ReduceRoute):
         return None if inner is None else _Reduce(inner, self._started)
 
     @override
-    def prepare(self, sources: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return self._inner.prepare(sources)
+    def prepare(self, sources: list[Tensor | None]) -> None:
+        self._inner.prepare(sources)
 
     @override
     def start(self, sources: Sequence[Tensor | None], outs: Sequence[Tensor]) -> Pending:
