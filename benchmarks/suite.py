@@ -62,6 +62,7 @@ PARTS: tuple[Part, ...] = (
     *(Part(f"muon-{ranks}", "matrix", matrix.Case(ranks)) for ranks in (2, 4)),
     Part("reproducible", "reproducible", reproducible.Case()),
     Part("gpu", "gpu", gpu.Case()),
+    Part("gpu-2", "gpu", gpu.Case(backend="nccl", ranks=2, layers=2)),  # which share it
     Part("sim", "simulated", sim.Case()),
     Part("clock", "clock", clock.Case()),
 )

@@ -17,6 +17,7 @@ COMPILED = "compiles to other kernels"
 OPERATORS = "needs a kernel that CPUs lack"
 UNKNOWN = "has accelerate count unknown devices"
 UNSET = "has ranks without a device"
+KERNELS = "takes two dtypes, or bits of transposed weights, from a CPU's kernels"
 NO_TIMEOUT = "needs time-outs that raise"
 
 NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
@@ -163,6 +164,13 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "cuda": {
         UNSET: {"packages/polyshard/tests": ("transport/test_gloo_waits.py",)},
+        KERNELS: {
+            "packages/polyshard/tests": (
+                "test_policies.py::test_every_unit_has_a_policy_of_its_own",
+                "test_seams.py::test_exact_plugins_change_nothing[2 ranks-transforms",
+                "test_seams.py::test_two_transforms_compose_in_both_orders",
+            ),
+        },
         NO_TIMEOUT: {
             "packages/polyshard/tests": (
                 "engine/test_fsdp_issues.py::test_a_unit_skipped_without_a_word_is_an_error_not_a_hang",

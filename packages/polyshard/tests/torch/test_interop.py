@@ -120,7 +120,8 @@ def test_state_dict_helpers(rank: int, size: int, options: dict[str, Any]) -> No
     expected = values_of(get_optimizer_state_dict(model, optimizer))
     found = values_of(get_optimizer_state_dict(other, other_optimizer))
     assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    # Where torch leaves step counts depends on its version.
+    assert all(torch.equal(expected[key].cpu(), found[key].cpu()) for key in expected)
 
 
 @ranks(2)
