@@ -98,7 +98,7 @@ def train(
     ]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in modules.values()]
     given: Any = stages[0] if len(stages) == 1 else stages
-    runner = schedule(given, MICROBATCHES, loss_fn=F.mse_loss)
+    runner = schedule(given, MICROBATCHES, loss_fn=lambda out, y: F.mse_loss(out.float(), y))
     losses: list[float] = []
     rows = 2 * MICROBATCHES
     for step in range(STEPS):
