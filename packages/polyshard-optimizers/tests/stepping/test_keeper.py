@@ -42,7 +42,8 @@ class Drawer(OptimizerKeeper):
     @override
     def step(self, closure: Callable[[], Any] | None) -> None:
         self.stepper.twins.begin()
-        lent = [Lent(p, 0, dict(self.kept.get(id(p), {}))) for p in self.every[::2]]
+        own = self.optimizer.state  # some torch's Adagrad makes it at once
+        lent = [Lent(p, 0, dict(self.kept.get(id(p), own.get(p, {})))) for p in self.every[::2]]
         for start in range(0, len(lent), 2):
             self.stepper.lend(lent[start : start + 2])
         for one in lent:

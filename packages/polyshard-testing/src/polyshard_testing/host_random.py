@@ -7,14 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+DRAWS = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ random_ "
+    "bernoulli bernoulli_ exponential_ trunc_normal_ kaiming_normal_ kaiming_uniform_ "
+    "xavier_normal_ xavier_uniform_ orthogonal_".split()
+)
+"""Names of functions that draw, of ``torch``, its tensors and ``torch.nn.init``."""
+
 
 class HostRandom(TorchFunctionMode):
-    """Draws on the CPU where a call is given a generator there, and copies what it drew.
+    """Draws on the CPU, with a generator that is given or its own, and copies what it drew.
 
-    Devices other than the CPU refuse such a generator, and their own draws other values.
+    Devices other than the CPU refuse the former, and their own generators draw other values.
     """
 
     @override
@@ -27,18 +35,23 @@ class HostRandom(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         generator = given.get("generator")
-        if generator is None or generator.device.type != "cpu":
+        draws = function.__name__ in DRAWS if generator is None else generator.device.type == "cpu"
+        if not draws:
             return function(*args, **given)
         if "tensor" in given:  # as functions of ``torch.nn.init`` are called
             args = (given.pop("tensor"), *args)
         first = args[0] if args else None
         if isinstance(first, Tensor):
+            if first.is_meta or (generator is None and isinstance(first, DTensor)):
+                return function(*args, **given)
             drawn = function(first.detach().cpu(), *args[1:], **given)
             if not function.__name__.endswith("_"):
                 return drawn.to(first.device)
             with torch.no_grad():
                 return first.copy_(drawn)
-        device = given.pop("device", None) or torch.get_default_device()
+        device = torch.device(given.pop("device", None) or torch.get_default_device())
+        if device.type == "meta":
+            return function(*args, device=device, **given)
         requires_grad = given.pop("requires_grad", False)
         drawn = function(*args, device="cpu", **given)
         return drawn.to(device).requires_grad_(requires_grad)
