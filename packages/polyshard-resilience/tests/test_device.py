@@ -297,6 +297,23 @@ def memory_runs_out(rank: int, size: int) -> None:
     assert all(map(torch.equal, job.weights(), other.weights()))
 
 
+def without_a_backward(rank: int, size: int) -> None:
+    """One leaves out a backward that transfers nothing: it is compared with the next."""
+    mesh = init_device_mesh(device(), (size,))
+    model: Any = polyshard.fully_shard(torch.nn.Linear(4, 4).to(device()), mesh=mesh)
+    x = torch.ones(1, 4, device=device())
+    for step in range(2):
+        with model.no_sync():
+            loss = model(x).sum()
+            if rank != step:
+                loss.backward()
+            else:
+                model.reshard()
+        model(x).sum().backward()
+        assert model.weight.grad.full_tensor().unique().item() == 2 - 1 / size
+        model.zero_grad()
+
+
 @pytest.fixture(scope="module")
 def worlds(request: pytest.FixtureRequest) -> Iterator[dict[int, Any]]:
     """Ranks with a device each: the simulated one, unless there is ``--device=cuda``."""
@@ -326,6 +343,7 @@ CASES = (
     again_at_once,
     overwritten,
     memory_runs_out,
+    without_a_backward,
 )
 
 

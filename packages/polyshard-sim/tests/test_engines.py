@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+import polyshard
+import polyshard_sim
 from polyshard_sim import mutants
 from polyshard_sim.testing import MODES, run, sim
 
@@ -81,6 +83,41 @@ def compare(rank: int, size: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_bitwise_cpu_and_gloo(mode: str) -> None:
     run(compare, 2, mode=mode, timeout=120.0)
+
+
+def peak_bytes(rank: int, size: int, engine: str) -> int:
+    """Of a step in bfloat16 of two large matrices in one group, which sums float32."""
+    fully_shard: Any = importlib.import_module(ENGINES[engine]).fully_shard
+    up, down = nn.Linear(128, 1024, bias=False), nn.Linear(1024, 128, bias=False)
+    model = nn.Sequential(up, nn.ReLU(), down).to("sim")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(model, mesh=init_device_mesh("sim", (size,)), mp_policy=policy)
+    for _ in range(2):
+        sim().synchronize()
+        polyshard_sim.reset_counters()
+        model(torch.ones(2, 128, device="sim")).float().sum().backward()
+        sim().synchronize()
+        model.zero_grad()
+    return polyshard_sim.counters().peak_allocated_bytes
+
+
+def test_a_reduction_takes_no_more_memory_than_fsdp2s() -> None:
+    """What is cast is freed before the next is, and before the sum is made."""
+    ours, theirs = (max(run(peak_bytes, 2, engine)) for engine in ("polyshard", "torch"))
+    assert ours < theirs
+
+
+def clipped(rank: int, size: int) -> None:
+    pipeline = init_device_mesh("sim", (size,)).get_group()
+    own = nn.Parameter(torch.ones(3, device="sim"))
+    own.grad = torch.full_like(own, 2.0)
+    parameters = [own] if rank == 0 else []
+    norm = polyshard.clip_grad_norm_(parameters, 1.0, distinct_over={pipeline: parameters})
+    assert norm.item() == pytest.approx(12**0.5)
+
+
+def test_a_rank_without_parameters_clips_where_others_have_theirs() -> None:
+    run(clipped, 2)
 
 
 def exposed(rank: int, size: int) -> dict[str, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_toys import SMALL, TIERS, Recipe, same_as_without, values, wrapped
+from offload_toys import SMALL, TIERS, Recipe, same, same_as_without, values, wrapped
 from torch import Tensor, nn
 
 from polyshard import fully_shard
@@ -127,7 +127,7 @@ def nothing_between(rank: int, size: int, offload: Offload) -> None:
             optimizer.step()
             optimizer.zero_grad()
         found.append(values(model))
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert all(same(found[0][name], value) for name, value in found[1].items())
 
 
 def test_parameters_that_rest_nowhere_come_between_others(world2: World, tmp_path: Path) -> None:

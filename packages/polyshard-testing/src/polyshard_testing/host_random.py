@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-DRAWS = frozenset(
-    "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ random_ "
-    "bernoulli bernoulli_ exponential_ trunc_normal_ kaiming_normal_ kaiming_uniform_ "
-    "xavier_normal_ xavier_uniform_ orthogonal_".split()
-)
+DRAWS = frozenset((
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
+    "normal_", "uniform_", "random_", "bernoulli", "bernoulli_", "exponential_", "trunc_normal_",
+    "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_", "orthogonal_",
+))  # fmt: skip
 """Names of functions that draw, of ``torch``, its tensors and ``torch.nn.init``."""
 
 

@@ -95,7 +95,7 @@ def _measured(
 
 
 def _device_of_others(over: Groups) -> torch.device:
-    """Where other ranks have gradients, for one that has none: no backend reduces over two kinds."""
+    """Where other ranks have gradients, for one that has none: all reduce on one device type."""
     if over and torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
         assert found is not None

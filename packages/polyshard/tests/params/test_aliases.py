@@ -224,7 +224,7 @@ def test_a_plain_child_is_converted(rank: int, size: int) -> None:
             model(tokens_for(0, 0))
         model.reset_iter_state()
     model.blocks[0].double()
-    with pytest.raises(RuntimeError, match="dtype|scalar type"):  # the rest is float32 still
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):  # the rest is float32 still
         model(tokens_for(0, 0))
     model.reset_iter_state()
     model.double()

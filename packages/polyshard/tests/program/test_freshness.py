@@ -503,7 +503,7 @@ STEPPED: dict[str, Callable[[Model], None]] = {
 
 @pytest.mark.parametrize("how", ["last", "sync"])
 @ranks(4)
-def test_steps_between_announced_micro_batches_are_seen(rank: int, size: int, how: str) -> None:
+def test_steps_between_micro_batches_are_seen(rank: int, size: int, how: str) -> None:
     """By the last rank as well, which has a row of the embedding and no other."""
     model, module = sharded(KEPT, size), make()
     plain = Model(module, list(module.parameters()), size)

@@ -233,7 +233,7 @@ def test_parametrizations(rank: int, size: int) -> None:
 @ranks(2)
 def test_meta_parameters_are_named_and_can_be_filled(rank: int, size: int) -> None:
     with torch.device("meta"):
-        model = Model(**SMALL)
+        model: Any = Model(**SMALL)
     shard(model, fully_shard)
     with raises_in_step(LifecycleError, "meta"):
         model(tokens_for(0, rank))

@@ -217,6 +217,13 @@ def on(path: str, optimizer: str = "disk", params: str = "device", **chosen: Any
     return Offload(params=params, optimizer=optimizer, chunk_bytes=SMALL, disk=disk, **chosen)  # type: ignore[arg-type]
 
 
+def same(one: Tensor, other: Tensor) -> bool:
+    """The same bits; on CUDA nearly so, since a host's step rounds otherwise than the device's."""
+    if torch.get_default_device().type == "cuda":
+        return torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+    return torch.equal(one, other)
+
+
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Full parameters by name, copied to the host."""
     return {name: full(p.detach()).to("cpu", copy=True) for name, p in model.named_parameters()}
@@ -224,7 +231,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 def assert_same_values(one: nn.Module, other: nn.Module) -> None:
     for (name, a), b in zip(values(one).items(), values(other).values(), strict=True):
-        assert torch.equal(a, b), name
+        assert same(a, b), name
 
 
 def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
@@ -233,12 +240,12 @@ def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) 
     for index in a:
         assert a[index].keys() == b[index].keys()
         for name, value in a[index].items():
-            same = b[index][name]
+            found = b[index][name]
             if isinstance(value, Tensor):
-                assert type(value) is type(same)
-                assert torch.equal(full(value).cpu(), full(same).cpu()), (index, name)
+                assert type(value) is type(found)
+                assert same(full(value).cpu(), full(found).cpu()), (index, name)
             else:
-                assert value == same
+                assert value == found
 
 
 def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> None:
@@ -246,6 +253,7 @@ def same_as_without(rank: int, size: int, offload: Offload, recipe: Recipe) -> N
     plain, expected_optimizer, expected = without(rank, size, recipe)
     model = sharded_toy(offload, recipe)
     optimizer = wrapped(recipe.make_optimizer(model), offload)
-    assert train(model, optimizer, rank, recipe) == expected
+    losses = train(model, optimizer, rank, recipe)
+    assert same(torch.tensor(losses), torch.tensor(expected))
     assert_same_values(model, plain)
     assert_same_state(optimizer, expected_optimizer)

@@ -414,10 +414,6 @@ class Reducer:
                 frame.total = self._new_total(frame, is_seen=is_seen)
             frame.pending = route.start(frame.pieces, packing.piece_outs(frame.total))
 
-        def sent(present: frozenset[int]) -> Traffic:
-            nbytes = route.sent_bytes(packing.stand_ins(self.table(present).rows, wire))
-            return Traffic(nbytes, nbytes)
-
         def taken(present: frozenset[int]) -> tuple[int, int]:
             pieces = packing.stand_ins(self.table(present).rows, wire)
             packed = pieces[-1] if self._layout.staged else None
@@ -427,10 +423,11 @@ class Reducer:
             return 0, taken(present)[0]
 
         reads, made = (Memory.GRADIENTS,), (Memory.PACKED, Memory.TOTAL)
+        sends = partial(self._sent, wire)
         lane = Lane.REDUCE if route.on_stream else Lane.COMPUTE
         parts.issue += [
             Op("pack", pack, reads=reads, writes=made, undo=self._give_back, memory=taken),
-            Op("scatter", scatter, lane, (*reads, Memory.PACKED), (Memory.TOTAL,), join, sent),
+            Op("scatter", scatter, lane, (*reads, Memory.PACKED), (Memory.TOTAL,), join, sends),
         ]
         if self._follows(key):
             sent_memory = (Memory.PACKED,)
@@ -440,6 +437,11 @@ class Reducer:
             reads, written = (Memory.TOTAL,), (Memory.PACKED,)
             ended = Op("join", self._join, reads=reads, writes=written, memory=freed)
             parts.complete.append(ended)
+
+    def _sent(self, wire: torch.dtype, present: frozenset[int]) -> Traffic:
+        """Of rows, by each rank; as many bytes come back."""
+        nbytes = self._sums.sent_bytes(self._packing.stand_ins(self.table(present).rows, wire))
+        return Traffic(nbytes, nbytes)
 
     def _send_payloads(
         self,

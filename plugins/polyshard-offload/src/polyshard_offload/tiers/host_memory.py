@@ -23,7 +23,7 @@ from polyshard_offload.settings import PAGE_BYTES
 from polyshard_offload.tiers.file_map import FileMap
 
 SLAB_BYTES = 64 << 20
-"""Arenas grow by this many bytes, or by one larger request."""
+"""Arenas grow by up to this many bytes, or by one larger request."""
 
 
 def pages(nbytes: int) -> int:
@@ -112,9 +112,18 @@ class Arena:
         if size >= SLAB_BYTES:
             return Slab.of_host(size, pinned=self.pinned), 0
         if self._slab is None or self._used + size > self._slab.nbytes:
-            self._slab, self._used = Slab.of_host(SLAB_BYTES, pinned=self.pinned), 0
+            self._slab, self._used = Slab.of_host(self._next_slab(size), pinned=self.pinned), 0
         start, self._used = self._used, self._used + size
         return self._slab, start
+
+    def _next_slab(self, size: int) -> int:
+        """Bytes of it: twice the last, so that a small model locks little memory.
+
+        With the page by which it may be moved, a power of two, which torch would round it up to.
+        """
+        twice = 0 if self._slab is None else 2 * (self._slab.nbytes + PAGE_BYTES)
+        least = max(size + PAGE_BYTES, min(twice, SLAB_BYTES))
+        return (1 << (least - 1).bit_length()) - PAGE_BYTES
 
 
 def checksum(tensor: Tensor) -> int:
