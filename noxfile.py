@@ -403,6 +403,14 @@ def late(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", default=False)
+def simulated(session: nox.Session) -> None:
+    """Run the tests with ranks that compute on the simulated accelerator."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    folders = [f"{folder}/tests" for folder in FOLDERS]
+    run_tests(session, python, "simulated", [*folders, "integration_tests", "--device=sim"])
+
+
+@nox.session(venv_backend="none", default=False)
 def nightly(session: nox.Session) -> None:
     """Run what the gate leaves out: [Note: gate and nightly]; takes hours."""
     for name in NIGHTLY:
@@ -411,6 +419,7 @@ def nightly(session: nox.Session) -> None:
         session.notify(f"subsets({name})", ["--thorough"])
     session.notify("fuzz", ["--cases", "2000", "--seed", "1"])
     session.notify("late")
+    session.notify("simulated")
     for engine in ENGINES:
         session.notify(f"engines({engine})")
     session.notify("replicas")

@@ -181,9 +181,9 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "plugins/polyshard-offload/tests": (
                 "optimizer/test_step.py::test_delays_change_no_bit",
                 "test_plugin.py::TestDisk::test_checkpoints_are_native",
-                "test_plugin.py::TestDisk::test_two",
+                "test_plugin.py::TestDisk::test_two_",
                 "test_plugin.py::TestHost::test_checkpoints_are_native",
-                "test_plugin.py::TestHost::test_two",
+                "test_plugin.py::TestHost::test_two_",
                 "test_training.py::test_any_optimizer[disk-host-disk-foreach",
             ),
         },
