@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import Any
 
 import pytest
@@ -108,15 +109,21 @@ def test_a_reduction_takes_no_more_memory_than_fsdp2s() -> None:
 
 
 def clipped(rank: int, size: int) -> None:
-    pipeline = init_device_mesh("sim", (size,)).get_group()
-    own = nn.Parameter(torch.ones(3, device="sim"))
-    own.grad = torch.full_like(own, 2.0)
-    parameters = [own] if rank == 0 else []
-    norm = polyshard.clip_grad_norm_(parameters, 1.0, distinct_over={pipeline: parameters})
-    assert norm.item() == pytest.approx(12**0.5)
+    """Gradients on either device, and groups that reduce on one only."""
+    every = [
+        init_device_mesh("sim", (size,)).get_group(),
+        *(dist.new_group(backend=backend) for backend in ("simccl", "gloo")),
+    ]
+    for device, group in itertools.product(("sim", "cpu"), every):
+        own = nn.Parameter(torch.ones(3, device=device))
+        own.grad = torch.full_like(own, 2.0)
+        parameters = [own] if rank == 0 else []
+        norm = polyshard.clip_grad_norm_(parameters, 1.0, distinct_over={group: parameters})
+        assert norm.item() == pytest.approx(12**0.5)
+        assert own.grad.norm().item() == pytest.approx(1.0 if rank == 0 else 12**0.5)
 
 
-def test_a_rank_without_parameters_clips_where_others_have_theirs() -> None:
+def test_ranks_without_parameters_clip_where_others_have_theirs() -> None:
     run(clipped, 2)
 
 

@@ -8,8 +8,8 @@ other parameters, mix their data without a word. So at the end of a backward ran
 forwards it belongs to and which parameters had no gradient, by a collective of
 16 bytes behind all others, and the host waits for it. What ranks compare is also what they wait
 for: where it differs, or never comes because of that, they stand at different places (see
-[Note: ranks apart] of ``alarm/positions.py``). A backward that transfers nothing (it reduces
-nothing, and all is gathered) is compared with the next that does: a rank may leave it out.
+[Note: ranks apart] of ``alarm/positions.py``). No optimizer steps after a backward that reduces
+nothing: its forwards are compared with those of the next that does, and a rank may leave it out.
 """
 
 from __future__ import annotations
@@ -79,12 +79,6 @@ class DeviceSteps:
         self._waiter = Waiter()
         self._ended: deque[str] = deque(maxlen=KEPT)
         self._epoch, self._counts = alarm.epoch, Counter[tuple[int, ...]]()
-        self._transferred, self._earlier = False, list[str]()
-
-    def transfers(self) -> None:
-        """A backward gathers or reduces."""
-        self._follow()
-        self._transferred = True
 
     def end(self, ended: Iterator[Ended], forwards: Iterable[str]) -> None:
         """Return when the device is through with the backward of ``forwards`` in all of ``ended``.
@@ -99,17 +93,13 @@ class DeviceSteps:
         device = torch.device("cpu") if first is None else _device_of(first.mesh)
         if first is None or not _is_awaited(device):
             return
-        self._follow()
-        self._earlier += forwards
-        if not self._transferred:
-            return
-        every, self._earlier, self._transferred = tuple(self._earlier), [], False
         alarm, units = self._alarm, (first, *ended)
         meshes = {id(each.mesh): each.mesh for each in units}
         ranks_of = {key: frozenset(mesh.mesh.flatten().tolist()) for key, mesh in meshes.items()}
         ranks = tuple(sorted(frozenset[int]().union(*ranks_of.values())))
         shared = [each for each in units if len(ranks_of[id(each.mesh)]) == len(ranks)]
         lacking = tuple(name for each in shared for name in each.lacking)
+        every = tuple(forwards)
         said = zlib.crc32(f"{self._count(ranks)} {every} {lacking}".encode())
         alarm.doing = f"the end of a backward, after forwards of {_names(every[-NAMED:])}"
         if lacking:
@@ -127,15 +117,11 @@ class DeviceSteps:
         finally:
             alarm.waiting = None
 
-    def _follow(self) -> None:
-        """Forget what was before the last failure."""
+    def _count(self, ranks: tuple[int, ...]) -> int:
+        """How many steps of these ranks have ended since the last failure."""
         if self._epoch != self._alarm.epoch:
             self._epoch = self._alarm.epoch
             self._counts.clear()
-            self._transferred, self._earlier = False, []
-
-    def _count(self, ranks: tuple[int, ...]) -> int:
-        """How many steps of these ranks have ended since the last failure."""
         self._counts[ranks] += 1
         return self._counts[ranks]
 

@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch.distributed as dist
 from typing_extensions import override
 
-from polyshard._torch.private import in_backward
 from polyshard.agreement.board import REQUESTS_PER_SECOND, open_board
 from polyshard.errors import (
     ConnectionLostError,
@@ -110,8 +109,6 @@ class AlarmHandler(FailureHandler):
         alarm.parts += 1
         if alarm.report is not None:
             alarm.check(part)
-        if part.kind is Kind.TRANSFER and in_backward():
-            self._device_steps.transfers()
 
     @override
     def explain(

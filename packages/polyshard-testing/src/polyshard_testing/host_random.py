@@ -35,8 +35,9 @@ class HostRandom(TorchFunctionMode):
     ) -> Any:
         given = dict(kwargs or {})
         generator = given.get("generator")
-        draws = function.__name__ in DRAWS if generator is None else generator.device.type == "cpu"
-        if not draws:
+        name = getattr(function, "__name__", "")
+        draws = name in DRAWS if generator is None else generator.device.type == "cpu"
+        if not draws or "out" in given:
             return function(*args, **given)
         if "tensor" in given:  # as functions of ``torch.nn.init`` are called
             args = (given.pop("tensor"), *args)
@@ -45,7 +46,7 @@ class HostRandom(TorchFunctionMode):
             if first.is_meta or (generator is None and isinstance(first, DTensor)):
                 return function(*args, **given)
             drawn = function(first.detach().cpu(), *args[1:], **given)
-            if not function.__name__.endswith("_"):
+            if not name.endswith("_"):
                 return drawn.to(first.device)
             with torch.no_grad():
                 return first.copy_(drawn)

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor, Replicate
 
-from polyshard._torch.newer import backend_of
-from polyshard._torch.private import local_tensor
+from polyshard._torch.private import local_tensor, reaches_host
 from polyshard.errors import NonFiniteError, SettingError
 
 # [Note: equal meshes]
@@ -90,18 +89,8 @@ def _measured(
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = _parts(tensors, _extra_groups(distinct_over), known)
     over = tuple(distinct_over or ())
-    device = tensors[0].device if tensors else _device_of_others(over)
+    device = tensors[0].device if tensors else torch.device("cpu")
     return parts, _total_norm(parts, float(norm_type), over, device)
-
-
-def _device_of_others(over: Groups) -> torch.device:
-    """Where other ranks have gradients, for one that has none: all reduce on one device type."""
-    if over and torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        assert found is not None
-        if backend_of(over[0], found) not in {"", "gloo"}:
-            return torch.device(found.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
 
 
 def _check_norm_type(norm_type: float) -> None:
@@ -261,13 +250,23 @@ def _total_norm(parts: Sequence[_Part], order: float, over: Groups, device: torc
         # [Note: gradients of other ranks]
         # A rank of the group may have no gradient, or none that differs over a later group too.
         # It takes part in the same reduction nevertheless: of a sum for each set of later groups.
+        # So the group says on which device, and not what this rank has.
+        where = torch.device("cpu") if reaches_host(group) else _accelerator()
         later = [s for n in range(len(over)) for s in combinations(over[place + 1 :], n)]
-        own = [_combined(sums.pop((group, *rest), []), order, device).double() for rest in later]
+        summed = [_combined(sums.pop((group, *rest), []), order, where) for rest in later]
+        own = [value.to(where, torch.float64) for value in summed]
         reduced = _reduced(torch.stack(own), order, group)
         for rest, value in zip(later, reduced.to(dtype), strict=True):
             sums.setdefault(rest, []).append(value)
-    total = _combined(sums.get((), []), order, device)
+    total = _combined(sums.get((), []), order, device).to(device)
     return total if math.isinf(order) or order == 0 else total.pow(1.0 / order)
+
+
+def _accelerator() -> torch.device:
+    """The device of this process, for a group that cannot reduce on the CPU."""
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

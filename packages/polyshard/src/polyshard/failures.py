@@ -129,12 +129,13 @@ class FailureHandler:
     def end_step(self, ended: Iterator[Ended], forwards: Iterable[str]) -> None:
         """The last backward has ended: its reductions are done, or launched on a device.
 
-        An optimizer steps next.
+        An optimizer steps next. A backward that reduces nothing (``no_sync``) is not told of: a
+        rank may leave it out.
 
         Args:
             ended: every unit.
-            forwards: the units whose forwards it belongs to, in order, by name; without those
-                that ranks may skip (``set_reduce_scatter_unused_params``).
+            forwards: the units with forwards since the last such backward, in order, by name;
+                without those that ranks may skip (``set_reduce_scatter_unused_params``).
 
         Raises:
             PeerError: when they do not complete, quoting the rank that failed first.

@@ -93,6 +93,7 @@ __all__ = [
     "profiler_runs",
     "profiler_span",
     "queue_backward_callback",
+    "reaches_host",
     "root_mesh",
     "shared_group",
     "skip_frames_of",
@@ -290,6 +291,11 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread runs inside an autograd backward (activation checkpointing does)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def reaches_host(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of ``group`` take tensors on the CPU."""
+    return any(device.type == "cpu" for device in group._device_types)
 
 
 def root_mesh(mesh: dist.DeviceMesh) -> dist.DeviceMesh:

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
+from itertools import chain
 from types import FrameType
 
 import torch
@@ -207,11 +208,14 @@ class RootContext:
         self._guard: weakref.ref[BackwardGuard] | None = None
         """Of the last backward; autograd keeps it."""
         self.prefetcher: Prefetcher[Unit] = Prefetcher()
+        self._unreduced: list[str] = []
+        """Units with forwards of iterations that reduced nothing since the last that did."""
         self._watches_steps = False
 
     def begin_anew(self) -> None:
         """Its units get other groups: the next forward starts as the first one did."""
         self.units.clear()
+        self._unreduced.clear()
         self.observers, self._watches_steps = (), False
         self.turn.count = 0  # ranks that come have counted none
 
@@ -362,12 +366,11 @@ class RootContext:
         self.reductions.finish()
         left = self.prefetcher.order.left()
         forwards = (unit.name for unit in left if not unit.may_be_skipped())
-        try:
-            self.failures.end_step((each for u in self.units for each in u.ended()), forwards)
-        except Exception:  # sums may be of other ranks' gradients, or of aborted transfers
-            for group in self.groups():
-                group.shards.drop_gradients()
-            raise
+        if self._reduces():
+            self._tell_ended(chain(self._unreduced, forwards))
+            self._unreduced.clear()
+        else:
+            self._unreduced.extend(forwards)
         self.reductions.place_held()
         self.prefetcher.order.end_step()
         self._end_step()
@@ -375,6 +378,24 @@ class RootContext:
         self.finalization.end_iteration()
         self._lend_pages()
         tell(self.observers, "on_step_end")
+
+    def _reduces(self) -> bool:
+        """Whether backwards reduce, by settings, which are the same on all ranks."""
+        may_reduce = True  # a root without groups has no settings
+        for unit in self.units:
+            for group in unit.groups:
+                if group.reduces:
+                    return True
+                may_reduce = False
+        return may_reduce
+
+    def _tell_ended(self, forwards: Iterable[str]) -> None:
+        try:
+            self.failures.end_step((each for u in self.units for each in u.ended()), forwards)
+        except Exception:  # sums may be of other ranks' gradients, or of aborted transfers
+            for group in self.groups():
+                group.shards.drop_gradients()
+            raise
 
     def _end_step(self) -> None:
         """Free what was prefetched for nothing, and what optimizers changed in this backward.
@@ -470,6 +491,7 @@ class RootContext:
             # Ranks may have recorded other orders in the step that they lost, and would prefetch
             # by them: on a device gathers pair by order.
             self.prefetcher.order.forget()
+            self._unreduced.clear()
             for unit in self.units:
                 unit.reset()
             self.end_forward()

@@ -466,6 +466,7 @@ class Reducer:
             chunks = packing.chunks(sources, total)
             payloads = frame.packed.tensor.view(shape)[0]
             wordless(asked.encode(chunks, payloads), codec, "encode")
+            sources.clear()  # see _send_rows
 
         def exchange(frame: Frame) -> None:
             frame.pending = transport.exchange(*frame.packed.tensor.view(shape))

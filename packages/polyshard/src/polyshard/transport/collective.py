@@ -131,8 +131,8 @@ class CollectiveReduce(ReduceRoute):
     @override
     def prepare(self, sources: list[Tensor | None]) -> None:
         """Cast and pad."""
-        for place, (source, extents) in enumerate(zip(sources, self._extents, strict=True)):
-            full = extents.chunk_numel * len(extents.numels)
+        for place, extents in enumerate(self._extents):  # zip would keep a source of the last turn
+            source, full = sources[place], extents.chunk_numel * len(extents.numels)
             if source is None:
                 continue
             if source.numel() == full:

@@ -43,11 +43,10 @@ class Slab:
     def of_host(cls, nbytes: int, *, pinned: bool) -> Slab:
         """Fresh host memory, page-aligned; page-locked when ``pinned``."""
         if pinned:
-            memory = torch.empty(
-                nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu"
-            )
-            start = -(-memory.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-            return cls(start, nbytes, memory)
+            memory = _locked(nbytes)
+            if memory.data_ptr() % PAGE_BYTES:  # CUDA gives whole pages; another device may not
+                memory = _locked(nbytes + PAGE_BYTES)
+            return cls(pages(memory.data_ptr()), nbytes, memory)
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raw = (ctypes.c_uint8 * nbytes).from_buffer(mapped)  # unmapped when this ends
         return cls(ctypes.addressof(raw), nbytes, raw)
@@ -119,11 +118,14 @@ class Arena:
     def _next_slab(self, size: int) -> int:
         """Bytes of it: twice the last, so that a small model locks little memory.
 
-        With the page by which it may be moved, a power of two, which torch would round it up to.
+        A power of two, which torch rounds page-locked memory up to.
         """
-        twice = 0 if self._slab is None else 2 * (self._slab.nbytes + PAGE_BYTES)
-        least = max(size + PAGE_BYTES, min(twice, SLAB_BYTES))
-        return (1 << (least - 1).bit_length()) - PAGE_BYTES
+        twice = 0 if self._slab is None else 2 * self._slab.nbytes
+        return 1 << (max(size, min(twice, SLAB_BYTES)) - 1).bit_length()
+
+
+def _locked(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def checksum(tensor: Tensor) -> int:
