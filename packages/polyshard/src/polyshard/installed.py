@@ -8,9 +8,8 @@ from polyshard._torch.newer import NEWEST as NEWEST_TORCH
 from polyshard._torch.newer import OLDEST as OLDEST_TORCH
 from polyshard._torch.newer import release as torch_release
 from polyshard._torch.newer import tested_range as tested_torch
-from polyshard.plugins.contract import HOOK_API, Contract, contract_of
+from polyshard.plugins.contract import HOOK_API, Contract, circle_of, contract_of, unmet
 from polyshard.plugins.discovery import Installed, installed_plugins, load_plugin
-from polyshard.plugins.relations import circle_of, unmet
 from polyshard.plugins.validation import hook_arguments, problems_of
 
 __all__ = [

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from polyshard import Contract, Plugin, hookimpl
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins import discovery
+from polyshard.plugins.contract import circle_of, in_order, problems_between
 from polyshard.plugins.discovery import load_plugin
-from polyshard.plugins.relations import circle_of, in_order, problems_between
 from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import problems_of
 from polyshard_cli.main import app
@@ -40,13 +40,18 @@ def test_met(need: str) -> None:
         ("obs>=3", "plugin 'needy' requires 'obs>=3', but 'obs' is 2.1 (present: needy, obs"),
         ("sbo>=3", "requires 'sbo>=3', which no plugin of the stack is or provides"),
         ("observing>=1", "'observing' is a capability of 'obs', and capabilities have no versions"),
-        ("obs=>2", "plugin 'needy': requires has 'obs=>2', which is no name with version bounds"),
-        (">=2", "no name stands before the bounds"),
     ],
 )
 def test_unmet(need: str, words: str) -> None:
     (problem,) = problems_between([needing(need), OBS])
     assert words in str(problem)
+
+
+def test_bounds_that_are_none_are_refused() -> None:
+    with pytest.raises(PluginError, match="'needy': requires has 'obs=>2', which is no name with"):
+        needing("obs=>2")
+    with pytest.raises(PluginError, match="no name stands before the bounds"):
+        needing(">=2")
 
 
 def test_what_is_no_name_or_version_is_refused() -> None:

@@ -12,7 +12,7 @@ from toy_codecs import Codecs
 
 from polyshard import Contract
 from polyshard.errors import ConflictError, PluginError
-from polyshard.plugins.relations import in_order, problems_between
+from polyshard.plugins.contract import in_order, problems_between
 from polyshard.plugins.stack import build_stack
 
 

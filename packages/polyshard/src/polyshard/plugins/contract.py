@@ -1,4 +1,7 @@
-"""What a plugin declares: hooks by two markers, itself by a contract; importable without torch."""
+"""What a plugin declares: hooks by two markers, itself by a contract; and how contracts fit.
+
+Importable without torch.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import functools
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from types import ModuleType
 from typing import Any, ClassVar
 
 import pluggy
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from polyshard.errors import PluginError
+from polyshard.errors import ConflictError, PluginError
 
 PROJECT = "polyshard"
 HOOK_API = (1, 1)
@@ -29,8 +34,7 @@ ATTRIBUTE = "polyshard_contract"
 """Where a plugin of any kind keeps its contract."""
 
 _RELATIONS = ("provides", "requires", "conflicts_with", "before", "after")
-BOUNDS = re.compile(r"[<>=!~]")
-"""Where bounds on a version begin in what a plugin requires."""
+_BOUNDS = re.compile(r"[<>=!~]")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -77,19 +81,16 @@ class Contract:
         for relation in _RELATIONS:
             value = _words(self.name, relation, getattr(self, relation))
             object.__setattr__(self, relation, value)
-        if not _is_version(self.hook_api):
+        api: object = self.hook_api
+        if not (isinstance(api, tuple) and list(map(type, api)) == [int, int]):
             raise PluginError(
                 f"plugin '{self.name}': hook_api must be two integers such as {HOOK_API}, got "
-                f"{self.hook_api!r}."
+                f"{api!r}."
             )
 
     def answers_to(self) -> frozenset[str]:
         """Everything another plugin may mean this one by."""
         return self.provides | {self.name}
-
-
-def _is_version(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, int) for v in value)
 
 
 def _words(plugin: str, relation: str, value: Iterable[str]) -> frozenset[str]:
@@ -100,13 +101,29 @@ def _words(plugin: str, relation: str, value: Iterable[str]) -> frozenset[str]:
             f"plugin '{plugin}': {relation} takes several names, got {value!r}; write "
             f"{relation} = ('name',)."
         )
-    bounded = next((word for word in words if BOUNDS.search(word)), None)
-    if bounded is not None and relation != "requires":
-        raise PluginError(
-            f"plugin '{plugin}': {relation} takes names without version bounds, got {bounded!r}; "
-            "only requires may have them."
-        )
+    for word in words:
+        if relation == "requires":
+            _needed(plugin, word)
+        elif _BOUNDS.search(word):
+            raise PluginError(
+                f"plugin '{plugin}': {relation} takes names without version bounds, got {word!r}; "
+                "only requires may have them."
+            )
     return frozenset(words)
+
+
+def _needed(plugin: str, text: str) -> tuple[str, SpecifierSet]:
+    """Name and bounds in what ``plugin`` requires, ``"obs"`` or ``"obs>=2,<3"``."""
+    word = _BOUNDS.split(text, maxsplit=1)[0]
+    try:
+        if not word.strip():
+            raise InvalidSpecifier("no name stands before the bounds")
+        return word.strip(), SpecifierSet(text[len(word) :])
+    except InvalidSpecifier as error:
+        raise PluginError(
+            f"plugin '{plugin}': requires has '{text}', which is no name with version bounds such "
+            f"as 'name>=2,<3': {error}."
+        ) from error
 
 
 class Plugin:
@@ -131,14 +148,9 @@ class Plugin:
     @property
     def polyshard_contract(self) -> Contract:
         """The class attributes as a contract."""
-        plain = _plain(self)
-        relations: dict[str, Any] = {relation: getattr(self, relation) for relation in _RELATIONS}
-        return Contract(
-            getattr(self, "name", plain.name),
-            getattr(self, "version", plain.version),
-            hook_api=self.hook_api,
-            **relations,
-        )
+        names = [f.name for f in dataclasses.fields(Contract)]
+        given = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return dataclasses.replace(_plain(self), **given)
 
 
 def _plain(plugin: object) -> Contract:
@@ -210,3 +222,80 @@ def _text(value: object) -> str:
     if type(value) is tuple:
         return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
     return _ADDRESS.sub("", repr(value))
+
+
+# How contracts fit together ----------------------------------------------------------------------
+
+
+def unmet(contract: Contract, present: Sequence[Contract], here: str) -> Iterator[str]:
+    """What ``contract`` requires and ``present`` plugins, which are ``here``, do not give."""
+    for text in sorted(contract.requires):
+        word, versions = _needed(contract.name, text)
+        able = [other for other in present if word in other.answers_to()]
+        version = next((other.version for other in able if other.name == word), None)
+        if not able:
+            yield f"requires '{text}', which no plugin {here} is or provides"
+        elif version is None and versions:
+            yield (
+                f"requires '{text}', but '{word}' is a capability of '{able[0].name}', and "
+                "capabilities have no versions; name the plugin"
+            )
+        elif version is not None and not versions.contains(version, prereleases=True):
+            yield f"requires '{text}', but '{word}' is {version}"
+
+
+def problems_between(contracts: Sequence[Contract]) -> Iterator[PluginError]:
+    """Requirements that no plugin meets, and conflicts, which are :class:`ConflictError` s."""
+    words = ", ".join(sorted({word for c in contracts for word in c.answers_to()}))
+    for one in contracts:
+        for need in unmet(one, contracts, "of the stack"):
+            yield PluginError(f"plugin '{one.name}' {need} (present: {words}); add one to plugins=")
+        for other in contracts:
+            if one is not other and (excluded := one.conflicts_with & other.answers_to()):
+                yield ConflictError(
+                    f"plugin '{one.name}' conflicts with '{other.name}' (declared by "
+                    f"'{one.name}': {', '.join(sorted(excluded))}); drop one of them from plugins="
+                )
+
+
+def in_order(contracts: Sequence[Contract]) -> list[str]:
+    """Names in plugin order: ``before`` and ``after`` hold, ties go by name.
+
+    Raises:
+        ConflictError: showing the circle, when the declarations form one.
+    """
+    if circle := circle_of(contracts):
+        raise ConflictError(
+            f"plugins cannot be ordered: {' before '.join(circle)}. Remove one of these before= or "
+            "after= declarations."
+        )
+    sorter = _sorter(contracts)
+    sorter.prepare()
+    ready, ordered = set(sorter.get_ready()), list[str]()
+    while ready:
+        ordered.append(min(ready))
+        ready.remove(ordered[-1])
+        sorter.done(ordered[-1])
+        ready.update(sorter.get_ready())
+    return ordered
+
+
+def circle_of(contracts: Sequence[Contract]) -> list[str]:
+    """Names of plugins that declare to come before each other, the first repeated; or none."""
+    try:
+        _sorter(contracts).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1][:-1]
+        start = circle.index(min(circle))
+        return [*circle[start:], *circle[:start], circle[start]]
+    return []
+
+
+def _sorter(contracts: Sequence[Contract]) -> TopologicalSorter[str]:
+    present = {c.name for c in contracts}
+    sorter = TopologicalSorter[str](dict.fromkeys(sorted(present), ()))
+    for contract in sorted(contracts, key=lambda c: c.name):
+        sorter.add(contract.name, *sorted(contract.after & present))
+        for later in sorted(contract.before & present):
+            sorter.add(later, contract.name)
+    return sorter

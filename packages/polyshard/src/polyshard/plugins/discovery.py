@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import ModuleType
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from polyshard.__about__ import __version__
 from polyshard.errors import PluginError
-from polyshard.plugins.relations import unmet_by_polyshard
 
 ENTRY_POINTS = "polyshard.plugins"
 
@@ -33,7 +37,7 @@ class Installed:
             PluginError: naming the distribution and the entry point, when it is for another
                 polyshard, or anything fails.
         """
-        for problem in unmet_by_polyshard(self.entry_point.dist):
+        for problem in _unmet(self.entry_point.dist):
             raise PluginError(
                 f"plugin '{self.name}': {self.distribution} {problem}. Install versions that fit; "
                 "'polyshard plugins doctor' checks all."
@@ -59,6 +63,21 @@ def _is_plugin(found: object) -> bool:
     return isinstance(found, ModuleType) or (
         not isinstance(found, type) and hasattr(found, "polyshard_contract")
     )
+
+
+def _unmet(distribution: importlib.metadata.Distribution | None) -> Iterator[str]:
+    """Bounds of a distribution on polyshard that this polyshard does not meet."""
+    for line in (distribution.requires or []) if distribution else []:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            yield f"has a requirement that cannot be read: {error}"
+            continue
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue  # for another platform or an extra
+        named = canonicalize_name(requirement.name) == "polyshard"
+        if named and not requirement.specifier.contains(__version__, prereleases=True):
+            yield f"needs {requirement}, this is polyshard {__version__}"
 
 
 def installed_plugins() -> list[Installed]:

@@ -1,7 +1,7 @@
-"""A plugin of a stack: what it declares, and its functions, which pluggy finds.
+"""A plugin of a stack: what it declares, and its functions.
 
-They are called one by one instead of through ``pm.hook``, so that every answer and every exception
-has a name on it.
+pluggy marks them. They are called one by one instead of through its manager, so that every answer
+and every exception has a name on it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import pluggy
-from typing_extensions import override
-
 from polyshard.__about__ import __version__
-from polyshard.plugins import hookspecs
-from polyshard.plugins.contract import PROJECT, Contract, contract_of, settings_of
+from polyshard.plugins.contract import Contract, contract_of, settings_of
+from polyshard.plugins.validation import Implementation, examined
 
 ENGINE = "engine"
 """What errors and plans call the engine where its own part takes a role."""
@@ -32,18 +29,24 @@ some ranks only, or with other settings there."""
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A plugin with its contract, its settings as text, and its functions by hook."""
+    """A plugin with its contract, its settings as text, its functions, and what is wrong."""
 
     plugin: object
     contract: Contract
     settings: str = ""
-    hooks: Mapping[str, pluggy.HookImpl] = field(default_factory=dict)
+    hooks: Mapping[str, Implementation] = field(default_factory=dict)
+    problems: Sequence[str] = ()
     is_traced: bool = False
 
     @classmethod
     def of(cls, plugin: object) -> Member:
-        """Read what ``plugin`` declares; :func:`registered` finds its functions."""
-        return cls(plugin, contract_of(plugin), settings_of(plugin))
+        """Read what ``plugin`` declares and implements.
+
+        Raises:
+            PluginError: when it declares something that is no contract.
+        """
+        contract, is_traced = contract_of(plugin), os.environ.get(TRACE) == "1"
+        return cls(plugin, contract, settings_of(plugin), *examined(plugin, contract), is_traced)
 
     @property
     def name(self) -> str:
@@ -76,10 +79,10 @@ class Member:
 
     def call(self, hook: str, given: Mapping[str, Any]) -> Any:
         """The answer to what it takes of ``given``; an exception gets the names of both."""
-        found = self.hooks[hook]
+        function, arguments = self.hooks[hook]
         begin = time.perf_counter() if self.is_traced else 0.0
         try:
-            return found.function(*(given[name] for name in found.argnames))
+            return function(*(given[name] for name in arguments))
         except Exception as error:
             error.add_note(f"raised by plugin {self.label} in {hook}")
             raise
@@ -91,29 +94,3 @@ class Member:
 
 THE_ENGINE = Member(None, Contract(ENGINE, __version__))
 """What answers for a role that no plugin claims."""
-
-
-class _PluginManager(pluggy.PluginManager):
-    """pluggy's manager without its search of names that no hook has, which every object has."""
-
-    @override
-    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """As pluggy; nothing for what ``validation`` does not look at either."""
-        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
-
-
-def registered(members: Sequence[Member]) -> list[Member]:
-    """``members``, which have been checked, with the functions that pluggy finds."""
-    if not members:
-        return []  # pluggy would read all specifications first
-    manager = _PluginManager(PROJECT)
-    manager.add_hookspecs(hookspecs)
-    for member in members:
-        manager.register(member.plugin, name=member.name)
-    manager.check_pending()
-    found: dict[str, dict[str, pluggy.HookImpl]] = {member.name: {} for member in members}
-    for hook, caller in vars(manager.hook).items():
-        for implementation in caller.get_hookimpls():
-            found[implementation.plugin_name][hook] = implementation
-    is_traced = os.environ.get(TRACE) == "1"
-    return [replace(m, hooks=found[m.name], is_traced=is_traced) for m in members]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.errors import ConflictError, PluginError, call_all
+from polyshard.plugins.contract import in_order, problems_between
 from polyshard.plugins.contributions import Contributions, contributions_of
 from polyshard.plugins.discovery import load_plugin
-from polyshard.plugins.member import ENGINE, Member, registered
-from polyshard.plugins.relations import in_order, problems_between
+from polyshard.plugins.member import ENGINE, Member
 from polyshard.plugins.seams import GroupInfo, ParamInfo
 from polyshard.plugins.transforms import TransformStack, name_of
-from polyshard.plugins.validation import hook_arguments, problems_of
+from polyshard.plugins.validation import hook_arguments
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class PluginStack:
 
     def __init__(self, members: Sequence[Member]) -> None:
         """``members`` are in plugin order, and have been checked."""
-        self._members = tuple(registered(members))
+        self._members = tuple(members)
         self.transforms = TransformStack(self._members)
 
     @property
@@ -159,7 +159,7 @@ class PluginStack:
 
 
 def build_stack(plugins: Sequence[object | str]) -> PluginStack:
-    """Resolve names, check contracts, order, and register.
+    """Resolve names, check contracts, and order.
 
     Args:
         plugins: plugin objects, or names of installed plugins.
@@ -186,8 +186,7 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
         except ConflictError as error:
             problems.append(error)
     for member in members:
-        found = (f"plugin {member.label}: {problem}" for problem in problems_of(member.plugin))
-        problems += map(PluginError, found)
+        problems += (PluginError(f"plugin {member.label}: {each}") for each in member.problems)
     if len(problems) == 1:
         raise problems[0]
     if problems:

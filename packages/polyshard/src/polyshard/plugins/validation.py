@@ -9,15 +9,17 @@ import difflib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from polyshard.errors import PluginError
 from polyshard.plugins import hookspecs
-from polyshard.plugins.contract import ATTRIBUTE, HOOK_API, PROJECT, contract_of
+from polyshard.plugins.contract import ATTRIBUTE, HOOK_API, PROJECT, Contract, contract_of
 
 T = TypeVar("T")
+Implementation = tuple[Callable[..., Any], tuple[str, ...]]
+"""A function for a hook, and the arguments that it takes."""
 
 _IMPLEMENTATION = f"{PROJECT}_impl"
 _PREFIX = f"{PROJECT}_"
@@ -27,14 +29,8 @@ _UNDOING = ("pre_flatten_transform", "post_unflatten_transform")
 @functools.cache
 def hook_arguments() -> Mapping[str, tuple[str, ...]]:
     """Every hook and its arguments, in the order of the specification."""
-    marked = vars(hookspecs).items()
-    return MappingProxyType(
-        {
-            name: tuple(inspect.signature(spec).parameters)
-            for name, spec in marked
-            if hasattr(spec, f"{PROJECT}_spec")
-        }
-    )
+    specs = {n: f for n, f in vars(hookspecs).items() if hasattr(f, f"{PROJECT}_spec")}
+    return MappingProxyType({n: tuple(inspect.signature(f).parameters) for n, f in specs.items()})
 
 
 def _candidates(plugin: object) -> Iterator[tuple[str, Any]]:
@@ -59,41 +55,48 @@ def _is_marked(found: object) -> bool:
 
 def problems_of(plugin: object) -> list[str]:
     """Everything wrong with ``plugin`` as a plugin; empty when all is well."""
+    try:
+        return examined(plugin, contract_of(plugin))[1]
+    except PluginError as error:
+        return [str(error)]
+
+
+def examined(plugin: object, contract: Contract) -> tuple[dict[str, Implementation], list[str]]:
+    """What ``plugin`` implements, by hook, and everything wrong with it."""
     if isinstance(plugin, type):
-        return [f"it is a class; pass an instance, {plugin.__name__}(...)"]
+        return {}, [f"it is a class; pass an instance, {plugin.__name__}(...)"]
     problems: list[str] = []
     if not isinstance(plugin, ModuleType) and type(plugin).__eq__ is not object.__eq__:
         problems.append(
             "it overrides __eq__, and plugins are compared by identity; use "
             "@dataclass(frozen=True, eq=False)"
         )
-    try:
-        written_for = contract_of(plugin).hook_api
-    except PluginError as error:
-        return [*problems, str(error)]
+    written_for = contract.hook_api
     if written_for[0] != HOOK_API[0] or written_for > HOOK_API:
         wanted, here = (".".join(map(str, version)) for version in (written_for, HOOK_API))
         problems.append(f"it was written for hook API {wanted}, this polyshard has {here}")
     found = list(_candidates(plugin))
     if not found:
         problems.append("it implements no hook; mark its functions with @polyshard.hookimpl")
-    implemented: dict[str, list[str]] = defaultdict(list)
+    by_hook: dict[str, dict[str, Implementation]] = defaultdict(dict)
     for name, function in found:
         options = getattr(function, _IMPLEMENTATION, None)
-        if options is not None:
-            implemented[options.get("specname") or name].append(name)
         problems.extend(_problems_of_hook(plugin, name, function, options))
-    return [*problems, *_problems_together(implemented)]
+        if options is not None:
+            taken = tuple(inspect.signature(function).parameters)
+            by_hook[options.get("specname") or name][name] = function, taken
+    problems.extend(_problems_together(by_hook))
+    return {hook: next(iter(same.values())) for hook, same in by_hook.items()}, problems
 
 
-def _problems_together(implemented: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _problems_together(by_hook: Mapping[str, Collection[str]]) -> Iterator[str]:
     """What is wrong with the implementations of one plugin, by hook, taken together."""
-    for hook, names in implemented.items():
+    for hook, names in by_hook.items():
         if len(names) > 1:
             shown = " and ".join(f"'{name}'" for name in names)
             yield f"{shown} all implement '{hook}'; a plugin has one answer, so keep one"
     for one, other in (_UNDOING, _UNDOING[::-1]):
-        if one in implemented and other not in implemented:
+        if one in by_hook and other not in by_hook:
             yield f"it implements '{one}' without '{other}'; one undoes the other, so add it"
 
 
