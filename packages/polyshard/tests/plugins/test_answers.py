@@ -435,7 +435,7 @@ def transform(flatten: Any, unflatten: Any) -> Plugin:
     return Odd()
 
 
-COPY = r"plugin 'odd': post_unflatten_transform returned a copy of 'weight'"
+COPY = r"plugin 'odd' \(0\): post_unflatten_transform returned a copy of 'weight'"
 TRANSFORMS: dict[str, tuple[Any, Any, str]] = {
     "copy": (torch.t, lambda t: t.t().contiguous(), COPY),
     "clone": (lambda t: t, torch.clone, COPY),

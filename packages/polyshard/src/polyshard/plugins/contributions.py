@@ -46,7 +46,7 @@ from polyshard.plugins.validation import misfit
 from polyshard.transport import Transport
 
 if TYPE_CHECKING:
-    from polyshard.sharding.layout import GroupLayout, ParameterLayout
+    from polyshard.sharding.layout import GroupLayout
     from polyshard.sharding.mesh import MeshRoles
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class Contributions:
     @property
     def notices(self) -> tuple[str, ...]:
         """What all specs say of the group, each text once."""
-        rows: list[GroupHook[Any]] = [*ROLES, CONSTRAINTS, ADAPTERS, OBSERVERS]
+        rows = (row for row in self.answers if row is not STATES)
         found = (notice for row in rows for spec in self.all(row) for notice in spec.notices)
         return tuple(dict.fromkeys(found))
 
@@ -145,9 +145,9 @@ class Contributions:
         own = spec.name if isinstance(spec, Named) else type(spec).__name__
         return f"plugin {next((m.label for m, owned in every if owned is spec), repr(own))}"
 
-    def refusal(self, spec: object, part: object, member: str, problem: str) -> PluginError:
-        """An error about a ``member`` of ``part``, with the plugin of ``spec`` and the group."""
-        call = f"{type(part).__name__}.{member}"
+    def _refusal(self, spec: object, member: str, problem: str, part: object = None) -> PluginError:
+        """About a ``member`` of ``spec``, or of its ``part``."""
+        call = f"{type(spec if part is None else part).__name__}.{member}"
         return PluginError(f"{self.plugin_of(spec)}: {call} for group '{self.group}' {problem}")
 
     def call(self, spec: object, function: Callable[..., T], *given: object) -> T:
@@ -171,20 +171,18 @@ class Contributions:
         if made is None:
             return None
         if problem := misfit(made, role.part):
-            raise self.refusal(spec, spec, "bind", f"returned {problem}")
+            raise self._refusal(spec, "bind", f"returned {problem}")
         parts = [made]
         if isinstance(made, BoundReduceCodec) and made.replicas is not None:
             if problem := misfit(made.replicas, BoundReplicaCodec):
-                raise self.refusal(spec, spec, "bind(...).replicas", f"returned {problem}")
+                raise self._refusal(spec, "bind(...).replicas", f"returned {problem}")
             parts.append(made.replicas)
         for part, size in ((part, size) for part in parts for size in SIZES):
             nbytes: object = getattr(part, size, 0)
             if not _is_count(nbytes):
-                fix = "give a whole number of bytes, equal on all ranks."
-                raise self.refusal(spec, part, size, f"is {nbytes!r}; {fix}")
+                problem = f"is {nbytes!r}; give a whole number of bytes, equal on all ranks."
+                raise self._refusal(spec, size, problem, part)
         return made
-
-    # Storage ----------------------------------------------------------------------------------
 
     def storage(self, group: GroupInfo, layout: GroupLayout) -> ShardStorage:
         """Where the shard of the group rests."""
@@ -199,7 +197,7 @@ class Contributions:
         resting = self.alike(storage, "rest", found, shard, fix)
         if not _holds(resting, shard):
             problem = "returned a tensor of other values; copy the shard into it."
-            raise self.refusal(self[STORAGE], storage, "rest", problem)
+            raise self._refusal(self[STORAGE], "rest", problem, storage)
         return resting
 
     def alike(
@@ -219,7 +217,7 @@ class Contributions:
             problem = "a tensor that is not contiguous"
         else:
             return found
-        raise self.refusal(self[STORAGE], storage, method, f"returned {problem}; {fix}")
+        raise self._refusal(self[STORAGE], method, f"returned {problem}; {fix}", storage)
 
     def check_view(
         self, storage: ShardStorage, resting: Tensor, device: torch.device, *, may_cross: bool
@@ -240,14 +238,7 @@ class Contributions:
                 "always return the same one, and have fetch() fill it."
             )
         if problem:
-            raise self.refusal(self[STORAGE], storage, "view", problem)
-
-    def check_placed(self, storage: ShardStorage, given: Tensor, found: object) -> None:
-        """Refuse what ``place_gradient`` made of a gradient ``given`` to it."""
-        fix = "return the gradient, next to the resting shard."
-        self.alike(storage, "place_gradient", found, given, fix)
-
-    # Landing, constraints, transports ---------------------------------------------------------
+            raise self._refusal(self[STORAGE], "view", problem, storage)
 
     def owners(self, group: GroupInfo) -> tuple[int | None, ...]:
         """The rank on which the gradient of each parameter lands whole, if it does."""
@@ -256,13 +247,11 @@ class Contributions:
         count, ranks = len(group.parameters), group.mesh.size()
         is_list = isinstance(found, Sequence) and len(found) == count
         if not is_list or not all(o is None or (_is_count(o) and o < ranks) for o in found):
-            raise self.refusal(
-                landing,
-                landing,
-                "owners",
+            problem = (
                 f"returned {found!r}; return, for each of {count} parameters, a position among the "
-                f"{ranks} ranks of its mesh, or None.",
+                f"{ranks} ranks of its mesh, or None."
             )
+            raise self._refusal(landing, "owners", problem)
         return tuple(found)
 
     def check_constraints(self, group: GroupInfo, layout: GroupLayout) -> None:
@@ -276,15 +265,15 @@ class Contributions:
             for info, placed in zip(group.parameters, layout.parameters, strict=True):
                 block: object = self.call(constraint, constraint.block_elements, info)
                 if not isinstance(block, int) or not _is_count(block) or block < 1:
-                    raise self.refusal(
-                        constraint,
-                        constraint,
-                        "block_elements",
+                    problem = (
                         f"returned {block!r} for '{info.fqn}'; return a whole number of elements, "
-                        "1 when anything goes.",
+                        "1 when anything goes."
                     )
-                run = contiguous_run(placed)
-                if layout.world_size > 1 and run % block and placed.dim is not None:
+                    raise self._refusal(constraint, "block_elements", problem)
+                if layout.world_size == 1 or placed.dim is None:
+                    continue
+                run = math.prod(placed.chunk_shape[placed.dim :])  # in the full parameter's memory
+                if run % block:
                     problems.append(
                         f"{self.plugin_of(constraint)}: constraint '{constraint.name}' needs "
                         f"blocks of {block} elements of '{info.fqn}' {info.shape} of group "
@@ -299,23 +288,18 @@ class Contributions:
         """What the backend of the group moves bytes with."""
         spec = self[COLLECTIVES]
         made: Transport | None = self.bound(COLLECTIVES, group, roles)
+        problem = ""
         if made is None:
-            raise self.refusal(spec, spec, "bind", "returned None")
-        if (made.rank, made.size) != (roles.shard_rank, roles.shard_size):
+            problem = "returned None"
+        elif (made.rank, made.size) != (roles.shard_rank, roles.shard_size):
             problem = (
                 f"returned a transport of rank {made.rank} of {made.size}; the shard axis has "
                 f"rank {roles.shard_rank} of {roles.shard_size}."
             )
-            raise self.refusal(spec, spec, "bind", problem)
+        if made is None or problem:
+            raise self._refusal(spec, "bind", problem)
         warn([notice for layer in self.all(COLLECTIVES) for notice in layer.notices])
         return made
-
-
-def contiguous_run(placed: ParameterLayout) -> int:
-    """Elements between two places where ranks part, in the memory of the full parameter."""
-    if placed.dim is None:
-        return placed.numel
-    return math.prod(placed.chunk_shape[placed.dim :])
 
 
 def _is_count(value: object) -> bool:
@@ -336,9 +320,6 @@ def _holds(resting: Tensor, shard: Tensor) -> bool:
     return torch.equal(resting.view(torch.uint8), shard.view(torch.uint8))
 
 
-# Claims -------------------------------------------------------------------------------------------
-
-
 def contributions_of(
     ask: Callable[[str], Answers], group: GroupInfo, members: tuple[Member, ...]
 ) -> Contributions:
@@ -357,21 +338,19 @@ def contributions_of(
     rows: list[GroupHook[Any]] = [*ROLES, CONSTRAINTS, OBSERVERS, ADAPTERS, STATES]
     answers = {row: ask(row.hook) for row in rows}
     claims = {r: [a for a in answers[r] if not isinstance(a[1], Around)] for r in ROLES}
-    wrappers = {r: [a for a in answers[r] if isinstance(a[1], Around)] for r in ROLES}
     problems = [
         f"plugin {member.label}: {row.hook} returned {problem}"
-        for row in rows
-        for member, value in (answers | claims)[row]
+        for row, given in (answers | claims).items()
+        for member, value in given
         if (problem := misfit(value, row.seam))
     ]
     if problems:
         raise PluginError("\n".join(problems))
-    conflicts = [_conflict(role, claims[role], group) for role in ROLES if len(claims[role]) > 1]
-    if conflicts:
+    if conflicts := [_conflict(r, claims[r], group) for r in ROLES if len(claims[r]) > 1]:
         raise ConflictError("\n".join(conflicts))
     for role in ROLES:
         inner = claims[role] or [(THE_ENGINE, role.engine())]
-        answers[role] = _nested(role, wrappers[role], inner, group)
+        answers[role] = _nested(role, answers[role], inner, group)
     return Contributions(group.identity, members, answers, tuple(_states(answers)))
 
 
@@ -394,14 +373,16 @@ def _states(answers: Mapping[GroupHook[Any], Answers]) -> Iterator[tuple[str, St
     yield from found.items()
 
 
-def _nested(role: Role[Any], wrappers: Answers, inner: Answers, group: GroupInfo) -> Answers:
-    """What takes ``role``: the wrappers that do not stay out, in plugin order, then ``inner``.
+def _nested(role: Role[Any], given: Answers, inner: Answers, group: GroupInfo) -> Answers:
+    """What takes ``role``: wrappers that do not stay out, in plugin order, then ``inner``.
 
     Raises:
         PluginError: for a wrapper that gives something else than a spec; and what it raises.
     """
     layers = list(inner)
-    for wrapper, around in reversed(wrappers):
+    for wrapper, around in reversed(given):
+        if not isinstance(around, Around):
+            continue
         within, spec = layers[0]
         called = f"'{spec.name}' of plugin {within.label}"
         where = f"wrapping {called} as {role.name} of group '{group.identity}'"
@@ -410,11 +391,10 @@ def _nested(role: Role[Any], wrappers: Answers, inner: Answers, group: GroupInfo
         except Exception as error:
             error.add_note(f"raised by plugin {wrapper.label} in {role.hook}, {where}")
             raise
-        if made is spec:
-            continue
-        if problem := misfit(made, role.seam):
+        if problem := None if made is spec else misfit(made, role.seam):
             raise PluginError(f"plugin {wrapper.label}: {role.hook}, {where}, returned {problem}")
-        layers.insert(0, (wrapper, made))
+        if made is not spec:
+            layers.insert(0, (wrapper, made))
     return layers
 
 

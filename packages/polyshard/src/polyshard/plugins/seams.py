@@ -72,14 +72,8 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 def overrides(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
-    """Whether ``method``, looked up on an object, overrides the ``default`` of its base class.
-
-    For plan time: steps read the result from a plain attribute.
-    """
+    """Whether ``method`` of an object overrides the ``default`` of its base; for plan time."""
     return (method.__func__ if inspect.ismethod(method) else method) is not default
-
-
-# What plugins may know ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,11 +143,8 @@ class GroupInfo:
     def name(self) -> str:
         """Name of the group in ``describe()``; unique in a model.
 
-        The root names its groups when it first runs or is first described. Codecs are bound after
-        that; hooks run and storages are bound before.
-
-        Raises:
-            PluginError: before the root has named the group.
+        The root names its groups when it first runs or is first described: after hooks ran and
+        storages were bound, and before codecs are. Before that, this raises a ``PluginError``.
         """
         if not self.identity.is_named:
             shown = ", ".join(p.fqn for p in self.parameters[:4])
@@ -164,9 +155,6 @@ class GroupInfo:
                 "where a message calls the group."
             )
         return self.identity.text
-
-
-# What a spec is -----------------------------------------------------------------------------------
 
 
 class HasNotices:
@@ -224,12 +212,9 @@ class Around(Generic[P]):
     """A result of an exclusive hook that wraps the spec in use instead of replacing it.
 
     Wrappers nest in plugin order, the first outermost, around the spec of another plugin or of the
-    engine. Plans show the nesting, and ranks compare it.
-
-    Attributes:
-        make: takes the spec in use for one group and returns the spec to use instead. It raises
-            :class:`polyshard.errors.PluginError` if it cannot wrap that spec, and returns its
-            argument to decline.
+    engine. Plans show the nesting, and ranks compare it. ``make`` takes the spec in use for one
+    group and returns the spec to use instead. It raises :class:`polyshard.errors.PluginError` if it
+    cannot wrap that spec, and returns its argument to decline.
     """
 
     make: Callable[[P], P]
@@ -241,14 +226,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save: plain values and tensors."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the saved state."""
-        ...
-
-
-# Codecs -------------------------------------------------------------------------------------------
 
 
 class Measured:
@@ -363,9 +343,6 @@ class ReduceCodec(Spec[BoundReduceCodec]):
     """Decides how gradients are sent and summed. Exclusive per group."""
 
 
-# Storage ------------------------------------------------------------------------------------------
-
-
 class ShardStorage(ABC):
     """Where one group's shard rests between uses (device, host, disk)."""
 
@@ -459,9 +436,6 @@ class StorageFactory(Spec[ShardStorage]):
     """Decides where shards rest. Exclusive per group; bound once, when the group is sharded."""
 
 
-# Backends, constraints, adapters ------------------------------------------------------------------
-
-
 class CollectivesBackend(Named, ABC):
     """Decides how bytes move. Exclusive per group; bound once, before its layout is planned."""
 
@@ -496,16 +470,11 @@ class StateDictAdapter(Named, ABC):
         values overrides this and :meth:`on_load_state`; otherwise the engine saves the state
         unconverted, with a warning.
         """
-        del name
         return self.on_save(param, value)
 
     def on_load_state(self, param: ParamInfo, name: str, value: Any) -> Any:
         """Return the value to load into optimizer state ``name``."""
-        del name
         return self.on_load(param, value)
-
-
-# Observers ----------------------------------------------------------------------------------------
 
 
 class Observer(HasNotices):
@@ -514,7 +483,8 @@ class Observer(HasNotices):
     ``group`` and ``unit`` are names in ``describe()``; a group has the name of its unit, and a
     number where a unit has several. Names repeat between models: to tell models apart, a plugin
     gives each group an observer of its own, made for :attr:`GroupInfo.identity`. Seconds are host
-    time: on an accelerator they end when the work was launched.
+    time: on an accelerator they end when the work was launched. After every begin follows its end,
+    or :meth:`on_broken`.
     """
 
     def on_unshard(self, group: str, payload_bytes: int) -> None:
@@ -534,9 +504,6 @@ class Observer(HasNotices):
 
     def on_step_end(self) -> None:
         """The backward of the root has ended: all gradients of this step are in place."""
-
-    # When units compute, and transfers other than gathers and reductions. After every begin follows
-    # its end, or on_broken().
 
     def on_start(self, group: str, what: str) -> None:
         """A gather (``what`` is ``"gather"``) or a reduction (``"reduce"``) is about to start.
@@ -577,9 +544,6 @@ class Observer(HasNotices):
         """An exception ended the step: no end follows what has begun."""
 
 
-# Landing ------------------------------------------------------------------------------------------
-
-
 class OwnedParameter(Protocol):
     """A parameter whose gradient is reduced whole to one rank, its owner; the engine makes it.
 
@@ -589,44 +553,35 @@ class OwnedParameter(Protocol):
     @property
     def info(self) -> ParamInfo:
         """Current name and shape."""
-        ...
 
     @property
     def parameter(self) -> nn.Parameter:
         """The current sharded parameter."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole gradient: ``info.part_shape``."""
-        ...
 
     @property
     def owner(self) -> int:
         """Position of the owner in the group's mesh, counted row by row."""
-        ...
 
     @property
     def is_owner(self) -> bool:
         """Whether this rank is the owner."""
-        ...
 
     def has_landed(self) -> bool:
         """Whether ``.grad`` is the whole gradient; else it is rows that other code assigned.
 
-        Raises:
-            LifecycleError: without any gradient.
+        Without any gradient, this raises a ``LifecycleError``.
         """
-        ...
 
     def gradient(self) -> Tensor | None:
         """Return the whole gradient on the owner (the memory of ``.grad``), ``None`` elsewhere."""
-        ...
 
     @property
     def writes(self) -> int:
         """Number of writes to the gradient since it was reduced."""
-        ...
 
     def scatter(
         self, whole: Tensor | None, dtype: torch.dtype, *, key: int = 0
@@ -636,11 +591,9 @@ class OwnedParameter(Protocol):
         Call the result exactly once on every rank: it waits, and returns this rank's rows in the
         shape of its shard. ``key`` distinguishes concurrent transfers of one parameter.
         """
-        ...
 
     def gather(self, rows: Tensor) -> Tensor | None:
         """Gather the ``rows`` of all ranks: the whole tensor on the owner, ``None`` elsewhere."""
-        ...
 
 
 class GradientLanding(Named, ABC):
@@ -658,18 +611,13 @@ class GradientLanding(Named, ABC):
         """
 
     lands: bool = True
-    """Whether gradients are reduced to their owners.
-
-    If not, they are scattered to shards, so that other plugins can decide how they are summed. The
-    engine then calls :meth:`hold` but never :meth:`landed`; the plugin gathers the rows of a
-    gradient that it needs whole.
-    """
+    """Whether gradients are reduced to their owners. If not, they are scattered to shards, so that
+    other plugins can decide how they are summed. The engine then calls :meth:`hold` but never
+    :meth:`landed`; the plugin gathers the rows of a gradient that it needs whole."""
 
     takes_parts: bool = False
     """Whether the plugin joins parts of a matrix that other axes of a ``DTensor`` 's mesh divide.
-
-    The owner's gradient is then whole only over ``group.mesh``: a part, of ``info.part_shape``.
-    """
+    The owner's gradient is then whole only over ``group.mesh``: a part, of ``info.part_shape``."""
 
     def show(self, group: GroupInfo, parameters: Sequence[nn.Parameter]) -> None:
         """Receive all sharded parameters of the group, in order, before each :meth:`hold`."""

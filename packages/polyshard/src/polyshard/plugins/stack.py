@@ -49,11 +49,9 @@ class Teardown:
         if self.is_done:
             return
         self.is_done = True
-        call_all(partial(self._let_go, member) for member in reversed(self._members))
-
-    def _let_go(self, member: Member) -> None:
+        given = {"group": self._group}
         try:
-            member.call(TEARDOWN, {"group": self._group})
+            call_all(partial(m.call, TEARDOWN, given) for m in reversed(self._members))
         except Exception as error:
             error.add_note(f"while letting go of group '{self._group.identity}'")
             raise
@@ -82,18 +80,11 @@ class PluginStack:
         return tuple(member.line for member in self._members)
 
     def joined(self, plugin: object) -> PluginStack:
-        """The same plugins and one more.
-
-        Raises:
-            PluginError: as :func:`build_stack`.
-        """
+        """The same plugins and one more."""
         return build_stack([*self.plugins, plugin])
 
     def ask(self, hook: str, **given: Any) -> list[tuple[Member, Any]]:
-        """What plugins answer to ``hook``, in plugin order; ``None`` is no answer.
-
-        An exception gets a note that names the plugin and the hook.
-        """
+        """What plugins answer to ``hook``, in plugin order; ``None`` is no answer."""
         assert given.keys() == set(hook_arguments()[hook]), hook
         answers = [(m, m.call(hook, given)) for m in self._members if hook in m.hooks]
         return [(member, value) for member, value in answers if value is not None]
@@ -145,12 +136,7 @@ class PluginStack:
         return tuple(answer for _, answer in answers)
 
     def contributions(self, group: GroupInfo) -> Contributions:
-        """Who does what for ``group``: everything claimed, checked, then frozen.
-
-        Raises:
-            ConflictError: listing every role that two plugins claim.
-            PluginError: listing every answer that is not what its hook asks for.
-        """
+        """Who does what for ``group``."""
         return contributions_of(partial(self.ask, group=group), group, self._members)
 
     def teardown(self, group: GroupInfo) -> Teardown:

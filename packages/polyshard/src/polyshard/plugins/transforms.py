@@ -51,8 +51,22 @@ class TransformStack:
         """
         extensions: list[Any | None] = []
         for member in self._members:
-            tensor, extension = _flattened(member, tensor, param)
-            extensions.append(extension)
+            answer = member.call(FLATTEN, {"tensor": tensor, "param": param})
+            match (tensor, None) if answer is None else answer:
+                case (Tensor() as flat, extension) if extension is not None or flat is tensor:
+                    tensor = flat
+                    extensions.append(extension)
+                case (Tensor(), None):
+                    raise PluginError(
+                        f"plugin {member.label}: {FLATTEN} changed {name_of(param)} but returned "
+                        "no extension, so it could not be undone. Return the tensor itself to stay "
+                        "out, or an extension object."
+                    )
+                case _:
+                    raise PluginError(
+                        f"plugin {member.label}: {FLATTEN} returned a {type(answer).__name__} for "
+                        f"{name_of(param)}; return a tensor and an extension."
+                    )
         return tensor, tuple(extensions)
 
     def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
@@ -64,23 +78,18 @@ class TransformStack:
         """
         for member, extension in reversed(list(self._taking_part(extensions))):
             given = {"tensor": tensor, "param_extension": extension, "param": param}
-            outer = member.call(UNFLATTEN, given)
-            if outer is None:
-                raise PluginError(
-                    f"plugin {member.label} flattened {name_of(param)} but gave no answer in "
-                    f"{UNFLATTEN}; return the unflattened tensor."
-                )
+            outer, problem = member.call(UNFLATTEN, given), ""
             if not isinstance(outer, Tensor):
-                raise PluginError(
-                    f"plugin '{member.name}': {UNFLATTEN} returned a {type(outer).__name__} for "
-                    f"{name_of(param)}; return the unflattened tensor."
+                found = "no answer" if outer is None else f"a {type(outer).__name__}"
+                problem = f"returned {found} for {name_of(param)}; return the unflattened tensor."
+            elif not _storages(tensor) & _storages(outer):
+                problem = (
+                    f"returned a copy of {name_of(param)}. It must alias the tensor it is given, "
+                    "which is filled anew at every gather: use view, transpose or narrow, not "
+                    "reshape, to or clone."
                 )
-            if not _storages(tensor) & _storages(outer):
-                raise PluginError(
-                    f"plugin '{member.name}': {UNFLATTEN} returned a copy of {name_of(param)}. It "
-                    "must alias the tensor it is given, which is filled anew at every gather: use "
-                    "view, transpose or narrow, not reshape, to or clone."
-                )
+            if problem:
+                raise PluginError(f"plugin {member.label}: {UNFLATTEN} {problem}")
             tensor = outer
         return tensor
 
@@ -106,28 +115,6 @@ class TransformStack:
                 f"gives a {type(found).__name__} of shape {tuple(found.shape)} that is not the "
                 f"parameter; {UNFLATTEN} must invert {FLATTEN}."
             )
-
-
-def _flattened(
-    member: Member, tensor: Tensor, param: ParamInfo | None
-) -> tuple[Tensor, Any | None]:
-    """The tensor that one plugin shards in place of ``tensor``, and its extension or ``None``."""
-    answer = member.call(FLATTEN, {"tensor": tensor, "param": param})
-    if answer is None:
-        return tensor, None
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor)):
-        raise PluginError(
-            f"plugin {member.label} returned a {type(answer).__name__} from {FLATTEN} for "
-            f"{name_of(param)}; return a tensor and an extension."
-        )
-    flat, extension = answer
-    if extension is None and flat is not tensor:
-        raise PluginError(
-            f"plugin '{member.name}': {FLATTEN} changed {name_of(param)} but returned no "
-            "extension, so it could not be undone. Return the tensor itself to stay out, or an "
-            "extension object."
-        )
-    return flat, extension
 
 
 def _storages(tensor: Tensor) -> set[int]:

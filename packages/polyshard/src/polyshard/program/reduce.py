@@ -720,7 +720,8 @@ class Reducer:
         if self._meter.step_observers and self._is_moved:
             self._meter.tell("on_staged", "place", gradient.nbytes, time.perf_counter() - begin)
         if not self._is_checked:
-            self._contributions.check_placed(self._storage, gradient, placed)
+            fix = "return the gradient, next to the resting shard."
+            self._contributions.alike(self._storage, "place_gradient", placed, gradient, fix)
             self._is_checked = True
         frame.total = placed
 
