@@ -257,24 +257,12 @@ def signature_of(member: object) -> str:
     return str(signature.replace(parameters=given)).replace("'", "")
 
 
-SAID_ABOVE = (
-    ", or ``Around(make)`` to wrap the one in use",
-    "- **Combine:** exclusive; wrappers nest (see ``Around``).\n",
-    "- **Ranks:** must return the same kind with the same settings.\n",
-    "must return the same kind with the same settings; ",
-    "must return the same kind with the same settings, and ",
-)
-"""Text that the section about exclusive parts has once for all of them."""
-
-
 def _prose(spec: object) -> str:
-    """The docstring with its four terms as a list."""
+    """The docstring with its terms as a list."""
     summary, _, rest = (inspect.getdoc(spec) or "").partition("\n\n")
     terms = re.sub(r"\n +", " ", rest)  # one line a term
-    lines = re.sub(r"^(When|Return|Combine|Ranks):", r"- **\1:**", terms, flags=re.MULTILINE) + "\n"
-    for text in SAID_ABOVE:
-        lines = lines.replace(text, "")
-    return f"{summary}\n\n{lines.rstrip()}"
+    lines = re.sub(r"^(When|Return|Combine|Ranks):", r"- **\1:**", terms, flags=re.MULTILINE)
+    return f"{summary}\n\n{lines}"
 
 
 TRANSPORT_HEAD = """# Transports, meshes and defaults

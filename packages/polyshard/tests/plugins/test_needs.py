@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from polyshard import Contract, Plugin, hookimpl
 from polyshard.errors import ConflictError, PluginError
 from polyshard.plugins import discovery
-from polyshard.plugins.contract import circle_of, in_order, problems_between
+from polyshard.plugins.contract import circle_of, problems_between
 from polyshard.plugins.discovery import load_plugin
 from polyshard.plugins.stack import build_stack
 from polyshard.plugins.validation import problems_of
@@ -84,8 +85,9 @@ def test_a_circle_is_named_in_order() -> None:
     steps = set(pairwise(circle))
     assert steps == {("one", "two"), ("two", "three"), ("three", "one")}
     assert circle_of([one, two]) == []
-    with pytest.raises(ConflictError, match=r"cannot be ordered: .* before "):
-        in_order([one, two, three])
+    (problem,) = problems_between([one, two, three])
+    assert isinstance(problem, ConflictError)
+    assert re.search(r"cannot be ordered: .* before ", str(problem))
 
 
 # What is installed -------------------------------------------------------------------------------

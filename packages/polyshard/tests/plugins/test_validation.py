@@ -23,7 +23,8 @@ EXPECTED = [
     "'polyshard_shard_storage' takes 'gruop', which the hook does not have; did you mean 'group'?",
     "'polyshard_state_dict_adapter' gives 'group' a default",
     "'chunk_dtensor' takes 'tensor' keyword-only; take it plainly by name",
-    "'polyshard_collectives_backend' is a hook wrapper",
+    "'polyshard_collectives_backend' sets wrapper",
+    "'polyshard_collectives_backend' is a coroutine or generator",
 ]
 
 

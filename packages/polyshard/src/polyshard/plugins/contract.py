@@ -130,8 +130,8 @@ class Plugin:
     """Base of a plugin: subclass, name it, and implement the hooks it cares about.
 
     Class attributes declare the contract. The fields of a subclass that is a dataclass count as
-    its settings, which all ranks compare; use ``@dataclass(frozen=True, eq=False)``, because the
-    plugin manager tells plugins apart by identity.
+    its settings, which all ranks compare; use ``@dataclass(frozen=True, eq=False)``, because
+    plugins are told apart by identity.
     """
 
     name: ClassVar[str]
@@ -169,19 +169,17 @@ def contract_of(plugin: object) -> Contract:
     Raises:
         PluginError: when it declares something that is no contract.
     """
-    if isinstance(plugin, type):  # a mistake of its own, to be reported under the right name
-        return Contract(plugin.__name__)
+    is_class = isinstance(plugin, type)  # a mistake of its own, to be reported under the right name
     # Not getattr with a default: that would take an AttributeError inside a property for absence.
-    if inspect.getattr_static(plugin, ATTRIBUTE, None) is not None:
-        declared = getattr(plugin, ATTRIBUTE)
-        if isinstance(declared, Contract):
-            return declared
-        owner = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__name__
+    if is_class or inspect.getattr_static(plugin, ATTRIBUTE, None) is None:
+        return _plain(plugin)
+    declared = getattr(plugin, ATTRIBUTE)
+    if not isinstance(declared, Contract):
         raise PluginError(
-            f"plugin '{owner}': its {ATTRIBUTE} is a {type(declared).__name__}; make it a "
-            "polyshard.Contract(...)."
+            f"plugin '{_plain(plugin).name}': its {ATTRIBUTE} is a {type(declared).__name__}; make "
+            "it a polyshard.Contract(...)."
         )
-    return _plain(plugin)
+    return declared
 
 
 @functools.cache
@@ -224,9 +222,6 @@ def _text(value: object) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-# How contracts fit together ----------------------------------------------------------------------
-
-
 def unmet(contract: Contract, present: Sequence[Contract], here: str) -> Iterator[str]:
     """What ``contract`` requires and ``present`` plugins, which are ``here``, do not give."""
     for text in sorted(contract.requires):
@@ -245,7 +240,7 @@ def unmet(contract: Contract, present: Sequence[Contract], here: str) -> Iterato
 
 
 def problems_between(contracts: Sequence[Contract]) -> Iterator[PluginError]:
-    """Requirements that no plugin meets, and conflicts, which are :class:`ConflictError` s."""
+    """Requirements that no plugin meets; conflicts and a circle are :class:`ConflictError` s."""
     words = ", ".join(sorted({word for c in contracts for word in c.answers_to()}))
     for one in contracts:
         for need in unmet(one, contracts, "of the stack"):
@@ -256,19 +251,15 @@ def problems_between(contracts: Sequence[Contract]) -> Iterator[PluginError]:
                     f"plugin '{one.name}' conflicts with '{other.name}' (declared by "
                     f"'{one.name}': {', '.join(sorted(excluded))}); drop one of them from plugins="
                 )
-
-
-def in_order(contracts: Sequence[Contract]) -> list[str]:
-    """Names in plugin order: ``before`` and ``after`` hold, ties go by name.
-
-    Raises:
-        ConflictError: showing the circle, when the declarations form one.
-    """
     if circle := circle_of(contracts):
-        raise ConflictError(
+        yield ConflictError(
             f"plugins cannot be ordered: {' before '.join(circle)}. Remove one of these before= or "
             "after= declarations."
         )
+
+
+def in_order(contracts: Sequence[Contract]) -> list[str]:
+    """Names in plugin order: ``before`` and ``after`` hold, ties go by name."""
     sorter = _sorter(contracts)
     sorter.prepare()
     ready, ordered = set(sorter.get_ready()), list[str]()

@@ -11,7 +11,6 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from types import ModuleType
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -45,7 +44,8 @@ class Installed:
         label = f"plugin '{self.name}' of {self.distribution} ({self.entry_point.value})"
         try:
             found = self.entry_point.load()
-            plugin: object = found() if callable(found) and not _is_plugin(found) else found
+            is_plugin = not isinstance(found, type) and hasattr(found, "polyshard_contract")
+            plugin: object = found() if callable(found) and not is_plugin else found
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a module may leave with SystemExit, say: its own problem
@@ -56,13 +56,6 @@ class Installed:
         if plugin is None:
             raise PluginError(f"{label} is None; a factory must return the plugin.")
         return plugin
-
-
-def _is_plugin(found: object) -> bool:
-    """Whether an entry point gave a ready plugin rather than a class or factory to call."""
-    return isinstance(found, ModuleType) or (
-        not isinstance(found, type) and hasattr(found, "polyshard_contract")
-    )
 
 
 def _unmet(distribution: importlib.metadata.Distribution | None) -> Iterator[str]:

@@ -5,7 +5,9 @@ two transforms are part of the plan; the engine also calls them on gradients.) A
 take any subset of a hook's arguments, by name. Returning ``None`` always declines.
 
 Each docstring states *When* the engine calls the hook, what the hook *Returns*, how the results of
-several plugins *Combine*, and what *Ranks* must agree on.
+several plugins *Combine*, and what *Ranks* must agree on. Five hooks about a group are exclusive:
+two answers are an error, ``Around(make)`` instead of an answer wraps the one in use, and wrappers
+nest. Ranks must return the same kind with the same settings.
 
 Six hooks have the names, arguments and meaning of ``torch.distributed.fsdp``'s
 ``FSDPExtensions``, plus ``param``, which describes the tensor.
@@ -133,9 +135,7 @@ def polyshard_shard_storage(group: GroupInfo) -> StorageFactory | Around[Storage
     """Decide where the shard of ``group`` rests between uses.
 
     When: once for each group, before it is sharded.
-    Return: a storage factory, or ``Around(make)`` to wrap the one in use.
-    Combine: exclusive; wrappers nest (see ``Around``).
-    Ranks: must return the same kind with the same settings.
+    Return: a storage factory.
     """
 
 
@@ -146,9 +146,7 @@ def polyshard_collectives_backend(
     """Decide how the bytes of ``group`` move.
 
     When: once for each group, before its layout is planned.
-    Return: a backend, or ``Around(make)`` to wrap the one in use.
-    Combine: exclusive; wrappers nest (see ``Around``).
-    Ranks: must return the same kind with the same settings.
+    Return: a backend.
     """
 
 
@@ -157,9 +155,8 @@ def polyshard_gather_codec(group: GroupInfo) -> GatherCodec | Around[GatherCodec
     """Decide what the all-gather of ``group`` sends.
 
     When: once for each group, while its plan is built.
-    Return: a codec, or ``Around(make)`` to wrap the one in use.
-    Combine: exclusive; wrappers nest (see ``Around``).
-    Ranks: must return the same kind with the same settings; payloads are equal in size.
+    Return: a codec.
+    Ranks: payloads are equal in size.
     """
 
 
@@ -183,9 +180,8 @@ def polyshard_reduce_codec(group: GroupInfo) -> ReduceCodec | Around[ReduceCodec
     """Decide how the gradients of ``group`` are sent and summed.
 
     When: once for each group, while its plan is built.
-    Return: a codec, or ``Around(make)`` to wrap the one in use.
-    Combine: exclusive; wrappers nest (see ``Around``).
-    Ranks: must return the same kind with the same settings; payloads are equal in size.
+    Return: a codec.
+    Ranks: payloads are equal in size.
     """
 
 
@@ -196,10 +192,8 @@ def polyshard_gradient_landing(
     """Decide which gradients of ``group`` are reduced whole to one rank instead of scattered.
 
     When: once for each group, before its layout is planned.
-    Return: a landing, or ``Around(make)`` to wrap the one in use.
-    Combine: exclusive; wrappers nest (see ``Around``).
-    Ranks: must return the same kind with the same settings, and choose the same owners, which are
-        part of the plan.
+    Return: a landing.
+    Ranks: choose the same owners, which are part of the plan.
     """
 
 

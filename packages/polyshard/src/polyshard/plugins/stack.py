@@ -163,22 +163,19 @@ def build_stack(plugins: Sequence[object | str]) -> PluginStack:
             members.append(Member.of(load_plugin(given) if isinstance(given, str) else given))
         except PluginError as error:
             problems.append(error)
-    contracts, ordered = [member.contract for member in members], list[str]()
+    contracts = [member.contract for member in members]
     if not problems:  # else what seems to be missing may be what could not be loaded
         problems += [*_same_names(members), *problems_between(contracts)]
-    if not problems:
-        try:
-            ordered = in_order(contracts)
-        except ConflictError as error:
-            problems.append(error)
     for member in members:
         problems += (PluginError(f"plugin {member.label}: {each}") for each in member.problems)
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise _together(problems) from problems[0]
+        is_conflict = all(isinstance(problem, ConflictError) for problem in problems)
+        kind = ConflictError if is_conflict else PluginError
+        raise kind("\n".join(map(str, problems))) from problems[0]
     by_name = {member.name: member for member in members}
-    return PluginStack([by_name[name] for name in ordered])
+    return PluginStack([by_name[name] for name in in_order(contracts)])
 
 
 def _same_names(members: Sequence[Member]) -> Iterator[PluginError]:
@@ -194,9 +191,3 @@ def _same_names(members: Sequence[Member]) -> Iterator[PluginError]:
             yield PluginError(
                 f"{len(same)} plugins are named '{name}': {origins}; pass one of them."
             )
-
-
-def _together(problems: Sequence[PluginError]) -> PluginError:
-    """Everything that was found, in one error."""
-    is_conflict = all(isinstance(problem, ConflictError) for problem in problems)
-    return (ConflictError if is_conflict else PluginError)("\n".join(map(str, problems)))

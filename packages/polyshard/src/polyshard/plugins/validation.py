@@ -109,31 +109,26 @@ def _problems_of_hook(
         yield f"'{name}' is a {kind} and not a function, so it would never be called"
         return
     if options is None:
-        yield f"'{name}' {_unmarked(plugin, name)}"
+        mistake = "is not marked with @polyshard.hookimpl, so it would never be called"
+        if _is_marked(inspect.getattr_static(plugin, name, None)):
+            mistake = (
+                "hides its mark, so it would never be called: write @staticmethod and @classmethod "
+                "above @polyshard.hookimpl, which marks the function itself"
+            )
+        yield f"'{name}' {mistake}"
         return
     hook = options.get("specname") or name
     if hook not in hooks:
         if not options.get("optionalhook"):
             yield f"no hook is named '{hook}'{_hint(hook, hooks, 'hooks:')}"
         return
-    if options.get("hookwrapper") or options.get("wrapper"):
-        yield f"'{name}' is a hook wrapper; order is declared with before and after instead"
-    elif inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         yield f"'{name}' is a coroutine or generator; return the answer from a plain function"
-    for option in ("tryfirst", "trylast"):
+    for option in ("hookwrapper", "wrapper", "tryfirst", "trylast"):
         if options.get(option):
             yield f"'{name}' sets {option}; order is declared with before and after instead"
     for parameter in inspect.signature(function).parameters.values():
         yield from _problems_of_argument(name, parameter, hooks[hook])
-
-
-def _unmarked(plugin: object, name: str) -> str:
-    if _is_marked(inspect.getattr_static(plugin, name, None)):
-        return (
-            "hides its mark, so it would never be called: write @staticmethod and @classmethod "
-            "above @polyshard.hookimpl, which marks the function itself"
-        )
-    return "is not marked with @polyshard.hookimpl, so it would never be called"
 
 
 def _problems_of_argument(
