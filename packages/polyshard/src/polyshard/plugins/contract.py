@@ -64,11 +64,7 @@ class Contract:
     hook_api: tuple[int, int] = HOOK_API
 
     def __post_init__(self) -> None:
-        """Refuse what would be misread later.
-
-        Raises:
-            PluginError: naming the plugin and the field.
-        """
+        """Refuse what would be misread later, with the names of the plugin and the field."""
         name: object = self.name
         if not (isinstance(name, str) and name.strip()):
             raise PluginError(f"a plugin's name must be a text that is not empty, got {name!r}.")
@@ -199,18 +195,14 @@ def settings_of(plugin: object) -> str:
     """
     if not dataclasses.is_dataclass(plugin) or isinstance(plugin, type):
         return ""
-    return _fields(plugin)
-
-
-def _fields(value: Any) -> str:
-    shown = (f for f in dataclasses.fields(value) if f.repr)
-    return ", ".join(f"{f.name}={_text(getattr(value, f.name))}" for f in shown)
+    shown = (f.name for f in dataclasses.fields(plugin) if f.repr)
+    return ", ".join(f"{name}={_text(getattr(plugin, name))}" for name in shown)
 
 
 def _text(value: object) -> str:
     """``repr(value)``, the same in every process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__qualname__}({_fields(value)})"
+        return f"{type(value).__qualname__}({settings_of(value)})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, set | frozenset):

@@ -255,11 +255,7 @@ class Contributions:
         return tuple(found)
 
     def check_constraints(self, group: GroupInfo, layout: GroupLayout) -> None:
-        """Refuse a layout that would separate elements a plugin needs together.
-
-        Raises:
-            PluginError: listing every parameter and plugin concerned.
-        """
+        """Refuse a layout that would separate elements plugins need together, listing them all."""
         problems = []
         for constraint in self.all(CONSTRAINTS):
             for info, placed in zip(group.parameters, layout.parameters, strict=True):
@@ -288,15 +284,13 @@ class Contributions:
         """What the backend of the group moves bytes with."""
         spec = self[COLLECTIVES]
         made: Transport | None = self.bound(COLLECTIVES, group, roles)
-        problem = ""
         if made is None:
-            problem = "returned None"
-        elif (made.rank, made.size) != (roles.shard_rank, roles.shard_size):
+            raise self._refusal(spec, "bind", "returned None")
+        if (made.rank, made.size) != (roles.shard_rank, roles.shard_size):
             problem = (
                 f"returned a transport of rank {made.rank} of {made.size}; the shard axis has "
                 f"rank {roles.shard_rank} of {roles.shard_size}."
             )
-        if made is None or problem:
             raise self._refusal(spec, "bind", problem)
         warn([notice for layer in self.all(COLLECTIVES) for notice in layer.notices])
         return made
@@ -325,11 +319,6 @@ def contributions_of(
 ) -> Contributions:
     """Ask for ``group``: everything claimed, then checked, then frozen.
 
-    Args:
-        ask: gives the answers of plugins to a hook about ``group``, in plugin order.
-        group: what the plugins are asked about.
-        members: the plugins, kept in the result.
-
     Raises:
         ConflictError: listing every role that two plugins claim.
         PluginError: listing every answer that is not what its hook asks for.
@@ -355,11 +344,7 @@ def contributions_of(
 
 
 def _states(answers: Mapping[GroupHook[Any], Answers]) -> Iterator[tuple[str, Stateful]]:
-    """What plugins say that they keep; for one that says nothing, its spec that can be saved.
-
-    Raises:
-        PluginError: for one with several of those, which would be saved under one name.
-    """
+    """What plugins say that they keep; for one that says nothing, its one spec with state."""
     found = {member.name: value for member, value in answers[STATES]}
     said = frozenset(found)
     for member, value in (answer for row in answers for answer in answers[row]):
@@ -374,11 +359,7 @@ def _states(answers: Mapping[GroupHook[Any], Answers]) -> Iterator[tuple[str, St
 
 
 def _nested(role: Role[Any], given: Answers, inner: Answers, group: GroupInfo) -> Answers:
-    """What takes ``role``: wrappers that do not stay out, in plugin order, then ``inner``.
-
-    Raises:
-        PluginError: for a wrapper that gives something else than a spec; and what it raises.
-    """
+    """What takes ``role``: wrappers that do not stay out, in plugin order, then ``inner``."""
     layers = list(inner)
     for wrapper, around in reversed(given):
         if not isinstance(around, Around):

@@ -40,11 +40,7 @@ class Member:
 
     @classmethod
     def of(cls, plugin: object) -> Member:
-        """Read what ``plugin`` declares and implements.
-
-        Raises:
-            PluginError: when it declares something that is no contract.
-        """
+        """Read what ``plugin`` declares, as :func:`contract_of` does, and implements."""
         contract, is_traced = contract_of(plugin), os.environ.get(TRACE) == "1"
         return cls(plugin, contract, settings_of(plugin), *examined(plugin, contract), is_traced)
 

@@ -47,11 +47,7 @@ class ServingPlugin(Plugin):
         return True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a class with two of these bases: each group would get two copies.
-
-        Raises:
-            PluginError: with what to write instead.
-        """
+        """Refuse a class with two of these bases: each group would get two copies."""
         super().__init_subclass__(**arguments)
         ours = (b for b in cls.__mro__ if b.__module__ == __name__)
         bases = [b.__name__ for b in ours if any(n.startswith("polyshard_") for n in vars(b))]

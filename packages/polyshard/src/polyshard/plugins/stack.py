@@ -41,11 +41,7 @@ class Teardown:
         self._members, self._group = members, group
 
     def run(self) -> None:
-        """Call each plugin, the last one first; a failure keeps none of the others.
-
-        Raises:
-            Exception: the first one raised, with notes of the others.
-        """
+        """Call each plugin, the last one first, whatever another one raises."""
         if self.is_done:
             return
         self.is_done = True
@@ -66,7 +62,7 @@ class PluginStack:
     """Plugins in order. Immutable; the same plugin objects may serve many stacks."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        """``members`` are in plugin order, and have been checked."""
+        """``members`` have been checked."""
         self._members = tuple(members)
         self.transforms = TransformStack(self._members)
 
@@ -93,9 +89,6 @@ class PluginStack:
         """What the only plugin that has one answers to an exclusive hook about one parameter.
 
         ``spec`` is the hook in :mod:`~polyshard.plugins.hookspecs`; ``None`` if no plugin answers.
-
-        Raises:
-            ConflictError: naming the plugins, where several do.
         """
         given = inspect.signature(spec).bind(*args, **kwargs).arguments
         claims = self.ask(spec.__name__, **given)
@@ -108,11 +101,7 @@ class PluginStack:
         return claims[0][1] if claims else None
 
     def prepare(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Let every plugin change the module before its parameters are collected.
-
-        Raises:
-            PluginError: for a plugin that returns another module, which would be lost.
-        """
+        """Let every plugin change the module before its parameters are collected."""
         for member, answer in self.ask("polyshard_prepare_model", module=module, mesh=mesh):
             if answer is not module:
                 raise PluginError(
@@ -121,11 +110,7 @@ class PluginStack:
                 )
 
     def facts(self, tensor: Tensor, param: ParamInfo) -> tuple[str, ...]:
-        """What plugins say of a parameter.
-
-        Raises:
-            PluginError: for an answer that is not a line of text.
-        """
+        """What plugins say of a parameter."""
         answers = self.ask("polyshard_parameter_facts", tensor=tensor, param=param)
         for member, answer in answers:
             if not isinstance(answer, str) or "\n" in answer:
@@ -145,10 +130,7 @@ class PluginStack:
 
 
 def build_stack(plugins: Sequence[object | str]) -> PluginStack:
-    """Resolve names, check contracts, and order.
-
-    Args:
-        plugins: plugin objects, or names of installed plugins.
+    """The stack of ``plugins``, objects or names of installed ones: checked, and in order.
 
     Raises:
         PluginError: for everything that is wrong with any of the plugins, at once.

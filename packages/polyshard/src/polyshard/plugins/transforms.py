@@ -44,11 +44,7 @@ class TransformStack:
         return bool(self._members)
 
     def flatten(self, tensor: Tensor, param: ParamInfo | None) -> tuple[Tensor, Extensions]:
-        """Return the tensor to shard, and what each plugin needs to undo its transform.
-
-        Raises:
-            PluginError: when a plugin changes the tensor but keeps nothing to undo it with.
-        """
+        """Return the tensor to shard, and what each plugin needs to undo its transform."""
         extensions: list[Any | None] = []
         for member in self._members:
             answer = member.call(FLATTEN, {"tensor": tensor, "param": param})
@@ -70,12 +66,7 @@ class TransformStack:
         return tensor, tuple(extensions)
 
     def unflatten(self, tensor: Tensor, extensions: Extensions, param: ParamInfo | None) -> Tensor:
-        """Undo :meth:`flatten` on the unsharded tensor, the last transform first.
-
-        Raises:
-            PluginError: for a plugin that gives no tensor, or a copy, which would not see what is
-                gathered.
-        """
+        """Undo :meth:`flatten` on the unsharded tensor, the last transform first."""
         for member, extension in reversed(list(self._taking_part(extensions))):
             given = {"tensor": tensor, "param_extension": extension, "param": param}
             outer, problem = member.call(UNFLATTEN, given), ""
@@ -102,11 +93,7 @@ class TransformStack:
         return (pair for pair in pairs if pair[1] is not None)
 
     def verify(self, flat: Tensor, extensions: Extensions, param: ParamInfo, given: Tensor) -> None:
-        """Check that unflattening ``flat`` gives back the ``given`` parameter, without a copy.
-
-        Raises:
-            PluginError: naming the plugins and the parameter.
-        """
+        """Refuse transforms that do not give back the ``given`` parameter from ``flat``."""
         found = self.unflatten(flat.contiguous(), extensions, param)
         if _differ(found, given):
             layers = ", ".join(f"'{name}'" for name in self.layers_of(extensions))
@@ -128,14 +115,14 @@ def _storages(tensor: Tensor) -> set[int]:
 
 def _differ(found: Tensor, given: Tensor) -> bool:
     """Whether two parameters are not the same, as far as that can be seen."""
+    if isinstance(found, DTensor) and isinstance(given, DTensor):
+        pair = (found, given)
+        one, other = ((t.shape, t.placements, t.device_mesh) for t in pair)
+        if one != other:
+            return True
+        found, given = map(local_tensor, pair)
     if found.shape != given.shape:
         return True
-    if isinstance(found, DTensor) and isinstance(given, DTensor):
-        if found.placements != given.placements or found.device_mesh != given.device_mesh:
-            return True
-        found, given = local_tensor(found), local_tensor(given)
-        if found.shape != given.shape:
-            return True
     kinds = {type(found), type(given)} - {Tensor, torch.nn.Parameter}
     if kinds or found.is_meta or given.is_meta or found.dtype != given.dtype:
         return False

@@ -167,11 +167,7 @@ def misfit(value: object, seam: type) -> str | None:
 
 
 def fitting(value: T, seam: type, factory: Any, method: str) -> T:
-    """``value``, which ``factory.method(...)`` returned; the factory has a name.
-
-    Raises:
-        PluginError: naming the factory, when it does not fit ``seam``.
-    """
+    """``value``, which ``factory.method(...)`` returned, if it fits; the factory has a name."""
     if value is not None and (problem := misfit(value, seam)):
         call = f"{type(factory).__name__}.{method}"
         raise PluginError(f"'{factory.name}': {call} returned {problem}")
@@ -179,11 +175,7 @@ def fitting(value: T, seam: type, factory: Any, method: str) -> T:
 
 
 def wordless(answer: object, part: object, method: str) -> None:
-    """Refuse an ``answer`` of a method that writes into what it was given.
-
-    Raises:
-        PluginError: because what was returned would be dropped, and what was sent is garbage.
-    """
+    """Refuse an ``answer`` of a method that writes: what was sent is garbage."""
     if answer is not None:
         raise PluginError(
             f"{type(part).__name__}.{method} returned a {type(answer).__name__}, which would be "
