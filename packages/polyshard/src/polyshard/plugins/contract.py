@@ -151,12 +151,9 @@ class Plugin:
 
 def _plain(plugin: object) -> Contract:
     """A contract under the name of the module or class of a plugin that declares nothing."""
-    if isinstance(plugin, ModuleType):
-        name, home = plugin.__name__.rpartition(".")[2], plugin.__name__
-    else:
-        kind = plugin if isinstance(plugin, type) else type(plugin)
-        name, home = kind.__name__, kind.__module__
-    return Contract(name, _version_of(home.partition(".")[0]))
+    kind = plugin if isinstance(plugin, type | ModuleType) else type(plugin)
+    home = getattr(kind, "__module__", kind.__name__)
+    return Contract(kind.__name__.rpartition(".")[2], _version_of(home.partition(".")[0]))
 
 
 def contract_of(plugin: object) -> Contract:

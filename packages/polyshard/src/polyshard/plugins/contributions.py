@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from polyshard.plugins.seams import (
     StorageFactory,
 )
 from polyshard.plugins.validation import misfit
+from polyshard.sharding.rows import is_local_part
 from polyshard.transport import Transport
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class Contributions:
         view, problem = self.alike(storage, "view", storage.view(), resting, fix), ""
         if view.device.type != device.type and not (may_cross and view.device.type == "cpu"):
             problem = f"returned a tensor on {view.device}, not on {device}."
-        elif not _is_same_memory(view, storage.view()):
+        elif not is_local_part(storage.view(), view):
             problem = (
                 "returned another tensor when called again; transfers are bound to it once: "
                 "always return the same one, and have fetch() fill it."
@@ -260,7 +261,7 @@ class Contributions:
         for constraint in self.all(CONSTRAINTS):
             for info, placed in zip(group.parameters, layout.parameters, strict=True):
                 block: object = self.call(constraint, constraint.block_elements, info)
-                if not isinstance(block, int) or not _is_count(block) or block < 1:
+                if not _is_count(block) or block < 1:
                     problem = (
                         f"returned {block!r} for '{info.fqn}'; return a whole number of elements, "
                         "1 when anything goes."
@@ -296,13 +297,8 @@ class Contributions:
         return made
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    return one is other or (same_storage and one.storage_offset() == other.storage_offset())
 
 
 def _holds(resting: Tensor, shard: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What is wrong with a plugin, or with what it gives: all that pluggy accepts in silence.
+"""What a plugin implements, and what is wrong with it, or with what it gives.
 
 Found where it is given, all at once, not where it is used.
 """
@@ -161,9 +161,8 @@ def misfit(value: object, seam: type) -> str | None:
         )
     declared = [name for base in seam.__mro__ for name in inspect.get_annotations(base)]
     missing = sorted(name for name in declared if not hasattr(value, name))
-    if not missing:
-        return None
-    return f"a {type(value).__name__}, which lacks {', '.join(missing)} of {seam.__name__}"
+    lacks = f"a {type(value).__name__}, which lacks {', '.join(missing)} of {seam.__name__}"
+    return lacks if missing else None
 
 
 def fitting(value: T, seam: type, factory: Any, method: str) -> T:
