@@ -125,9 +125,8 @@ def _needed(plugin: str, text: str) -> tuple[str, SpecifierSet]:
 class Plugin:
     """Base of a plugin: subclass, name it, and implement the hooks it cares about.
 
-    Class attributes declare the contract. The fields of a subclass that is a dataclass count as
-    its settings, which all ranks compare; use ``@dataclass(frozen=True, eq=False)``, because
-    plugins are told apart by identity.
+    Class attributes declare the contract. Fields of a dataclass are settings, which all ranks
+    compare; use ``@dataclass(frozen=True, eq=False)``: plugins are told apart by identity.
     """
 
     name: ClassVar[str]
@@ -187,8 +186,7 @@ def _version_of(package: str) -> str:
 def settings_of(plugin: object) -> str:
     """The fields of a dataclass plugin as text, in the order they are declared.
 
-    Ranks compare it, so equal settings give equal text in every process: sets are sorted and
-    memory addresses left out.
+    Ranks compare it: equal settings give equal text, with sets sorted and addresses left out.
     """
     if not dataclasses.is_dataclass(plugin) or isinstance(plugin, type):
         return ""

@@ -33,8 +33,7 @@ class Installed:
         """Import it and make a plugin of it: an instance, a module, or what a factory returns.
 
         Raises:
-            PluginError: naming the distribution and the entry point, when it is for another
-                polyshard, or anything fails.
+            PluginError: if it is for another polyshard or fails, naming it and its distribution.
         """
         for problem in _unmet(self.entry_point.dist):
             raise PluginError(
@@ -108,8 +107,7 @@ def stand_in(name: str, method: str, purpose: str, *given: object) -> object | N
     """What ``method(*given)`` of the plugin installed as ``name`` gives; ``None`` without one.
 
     Raises:
-        PluginError: when what is installed under its name is something else; ``purpose`` says what
-            it cannot do then.
+        PluginError: for something else under that name; ``purpose`` says what it cannot do then.
     """
     if not any(installed.name == name for installed in installed_plugins()):
         return None

@@ -77,8 +77,7 @@ def polyshard_parameter_facts(tensor: Tensor, param: ParamInfo) -> str | None:
     Return: a short text without line breaks, which becomes part of the parameter's line in the
         plan.
     Combine: all, in plugin order.
-    Ranks: compare the texts before the first transfer; a difference is an error that names the
-        parameter.
+    Ranks: compare the texts before the first transfer; an error names a parameter that differs.
     """
 
 

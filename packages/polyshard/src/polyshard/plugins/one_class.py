@@ -2,8 +2,7 @@
 
 For codecs, storages and backends, the engine copies the plugin for each group that it serves. A
 copy has ``group`` and ``layout``; attributes that :meth:`GroupPlugin.setup` assigns belong to that
-group, and all copies share those of the constructor. A plugin with several parts returns specs of
-its own from hooks instead.
+group, and all copies share those of the constructor. For several parts, return specs from hooks.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ class CodecPlugin(GroupPlugin, ABC):
     def payload_size(self) -> int | None:
         """Return the bytes sent to each peer, equal on all ranks; ``None`` for the native codec.
 
-        Compute it from ``self.group`` and ``self.layout``. Called for each binding, after
-        :meth:`setup`.
+        Use ``self.group`` and ``self.layout``. Called for each binding, after :meth:`setup`.
         """
 
     def bind(self, group: GroupInfo, layout: GroupLayout) -> Self | None:

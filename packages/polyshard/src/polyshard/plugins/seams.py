@@ -291,8 +291,7 @@ class BoundReduceCodec(Measured, ABC):
     """Bytes sent to each peer; equal on all ranks."""
 
     replicas: BoundReplicaCodec | None = None
-    """Codec of the sums between replicas, on a mesh with a replicate axis; ``None``: the engine
-    sums them."""
+    """Codec of the sums between replicas, if the mesh has any; ``None``: the engine sums them."""
 
     divisor: float | None = None
     """Divisor of the sums, unless ``set_gradient_divide_factor`` sets one; ``None``: the number of
@@ -333,8 +332,7 @@ class BoundReduceCodec(Measured, ABC):
         """Return what to add to ``.grad`` for ``total`` (``[shard_numel]``, reduce dtype).
 
         ``total`` is the undivided sum of one backward over the shard axis. ``None`` adds nothing
-        now: the codec then owns ``total``, and returns the sum of all it held back after a later
-        backward.
+        now: the codec owns ``total``, and after a later backward returns the sum of all it kept.
         """
         return total
 
@@ -466,9 +464,8 @@ class StateDictAdapter(Named, ABC):
     def on_save_state(self, param: ParamInfo, name: str, value: Any) -> Any:
         """Return the value to store for optimizer state ``name`` of the parameter's shape.
 
-        The default is correct for an adapter that only moves elements. An adapter that changes
-        values overrides this and :meth:`on_load_state`; otherwise the engine saves the state
-        unconverted, with a warning.
+        The default suits an adapter that only moves elements. One that changes values overrides
+        this and :meth:`on_load_state`; else the engine saves the state unconverted, with a warning.
         """
         return self.on_save(param, value)
 
@@ -625,8 +622,7 @@ class GradientLanding(Named, ABC):
     def hold(self, group: GroupInfo, parameters: Sequence[OwnedParameter]) -> None:
         """Receive the parameters that have an owner.
 
-        Called again when the engine makes the transfers of a parameter anew: use the last object
-        given for it.
+        Called again when the engine makes the transfers of a parameter anew: use the last object.
         """
 
     def landed(self, parameter: OwnedParameter) -> None:
