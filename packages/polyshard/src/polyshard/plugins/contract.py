@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pluggy
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
