@@ -4,7 +4,9 @@ from __future__ import annotations
 
 GLOO = "tests gloo"
 CHECKED = "expects a check before gradients are sent"
-IN_FLIGHT = "steps before a sum in flight is in place (`set_is_last_backward`)"
+IN_FLIGHT = "steps, or counts, before what is in flight is in place"
+LATER = "expects what raises on a device later, or ends its communicators"
+ASSIGNED = "assigns values of the device beside others that rest on the host"
 ORDER = "compares bits of sums of three or more ranks"
 LOOKS = "has shards compared with payloads, on CPUs only"
 MENDING = "aborts gloo groups; `test_device.py` has others"
@@ -66,12 +68,29 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
         "packages/polyshard/tests": (
             "program/test_freshness.py::test_steps_between_micro_batches_are_seen[4 ranks-last",
         ),
+        "plugins/polyshard-offload/tests": (
+            "optimizer/test_step_in_backward.py::test_gradients_are_freed_group_by_group",
+        ),
+    },
+    LATER: {
+        "plugins/polyshard-offload/tests": (
+            "optimizer/test_step_in_backward.py::test_a_forward_that_raises_needs_nothing",
+            "optimizer/test_step_in_backward.py::test_a_backward_that_raises_needs_a_checkpoint",
+        ),
+    },
+    ASSIGNED: {
+        "plugins/polyshard-offload/tests": (
+            "test_checkpoints.py::test_state_dicts_taken_early_follow",
+        ),
     },
     ORDER: {
         "packages/polyshard-optimizers/tests": (
             "matrix/test_steps.py::test_gradients_in_rows_give_the_same_bits[muon-3 ranks]",
             "matrix/test_steps.py::test_gradients_in_rows_give_the_same_bits[shampoo-3 ranks]",
             "matrix/test_steps.py::test_twenty_muon_steps_are_those_of_one_process[3 ranks]",
+        ),
+        "packages/polyshard-resilience/tests": (
+            "rollback/test_ranks.py::test_a_failure_of_one_rank_undoes_all[3 ranks",
         ),
     },
     LOOKS: {
@@ -112,6 +131,8 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
         "packages/polyshard-publish/tests": ("test_publisher.py::test_every_layout_arrives",),
         "packages/polyshard-resilience/tests": (
             "resizing/test_resize.py::test_a_fresh_rank_joins",
+            "resizing/test_resize.py::test_guards_follow_the_ranks_that_join",
+            "resizing/test_resize.py::test_ranks_leave_and_join",
         ),
     },
     DEFAULT: {
@@ -129,6 +150,7 @@ NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
     MENDING: {
         "packages/polyshard-resilience/tests": (
             "alarm/test_alarm.py",
+            "rollback/test_ranks.py::test_groups_that_cannot_be_mended_end_the_attempt_on_all",
             "rollback/test_ranks.py::test_ranks_retry_together",
         ),
     },

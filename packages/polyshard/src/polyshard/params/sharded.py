@@ -372,7 +372,8 @@ class Shards:
         kinds = {_kind(t) for t in locals_ if not t.is_meta} or {_kind(t) for t in locals_}
         if len(kinds) > 1:
             found = {
-                p.info.fqn: str(t.dtype) for p, t in zip(self.parameters, locals_, strict=True)
+                p.info.fqn: f"{t.dtype} on {t.device}"
+                for p, t in zip(self.parameters, locals_, strict=True)
             }
             raise ModuleError(
                 "parameters of one group were converted to different dtypes or devices after "
