@@ -88,9 +88,8 @@ def _measured(
     _check_norm_type(norm_type)
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     parts = _parts(tensors, _extra_groups(distinct_over), known)
-    over = tuple(distinct_over or ())
     device = tensors[0].device if tensors else torch.device("cpu")
-    return parts, _total_norm(parts, float(norm_type), over, device)
+    return parts, _total_norm(parts, float(norm_type), tuple(distinct_over or ()), device)
 
 
 def _check_norm_type(norm_type: float) -> None:
@@ -253,8 +252,10 @@ def _total_norm(parts: Sequence[_Part], order: float, over: Groups, device: torc
         # So the group says on which device, and not what this rank has.
         where = torch.device("cpu") if reaches_host(group) else _accelerator()
         later = [s for n in range(len(over)) for s in combinations(over[place + 1 :], n)]
-        summed = [_combined(sums.pop((group, *rest), []), order, where) for rest in later]
-        own = [value.to(where, torch.float64) for value in summed]
+        own = [
+            _combined(sums.pop((group, *rest), []), order, where).to(where, torch.float64)
+            for rest in later
+        ]
         reduced = _reduced(torch.stack(own), order, group)
         for rest, value in zip(later, reduced.to(dtype), strict=True):
             sums.setdefault(rest, []).append(value)
