@@ -41,6 +41,10 @@ PYTHONS = ("3.11", "3.12", "3.13")
 BACKEND = ("hatchling>=1.27",)
 PARTIAL = {name: plugins for name, plugins in SUBSETS.items() if plugins != PLUGINS}
 EXAMPLES = ("examples/publish.py", "examples/train_lm.py")
+# What whole runs of pytest take, with everything installed.
+SUITES = [*(f"{folder}/tests" for folder in FOLDERS), "integration_tests"]
+COMPLETE = f"--stack={stack_of(tuple(COMPOSED))}"
+COVERED_PERCENT = 95  # of core's lines and branches: what its own tests reach
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # Tests with ranks wait for each other for much of their time, so one worker more than cores.
@@ -321,12 +325,10 @@ def tests(session: nox.Session) -> None:
     `nox -s tests -- --thorough` runs all of each sample.
     """
     python = str(dev_environment(session, PLUGINS) / "python")
-    folders = [f"{folder}/tests" for folder in FOLDERS]
-    everything = [*folders, "tools/tests", "integration_tests"]
     # Two minutes of compiling, once a machine: within no test's time.
     compiled = "import polyshard_sim.building as b; b.missing_tools() or b.library()"
     session.run(python, "-c", compiled)
-    run_tests(session, python, "all", [*everything, f"--stack={stack_of(tuple(COMPOSED))}"])
+    run_tests(session, python, "all", [*SUITES, "tools/tests", COMPLETE])
     run_partial(session, python)
 
 
@@ -396,18 +398,24 @@ def subsets(session: nox.Session, plugins: list[str]) -> None:
 def late(session: nox.Session) -> None:
     """Run the tests whose ranks expect exceptions with rank 0 late, then with rank 1 late."""
     python = str(dev_environment(session, PLUGINS) / "python")
-    folders = [f"{folder}/tests" for folder in FOLDERS]
     for rank in (0, 1):
-        paths = [*folders, "integration_tests", f"--late-rank={rank}"]
-        run_tests(session, python, f"late-{rank}", paths)
+        run_tests(session, python, f"late-{rank}", [*SUITES, f"--late-rank={rank}"])
+
+
+@nox.session(venv_backend="none", default=False)
+def coverage(session: nox.Session) -> None:
+    """Measure which lines and branches of core the tests run, ranks included."""
+    python = str(dev_environment(session, PLUGINS) / "python")
+    core = "--cov=packages/polyshard/src/polyshard"
+    least = f"--cov-fail-under={COVERED_PERCENT}"
+    run_tests(session, python, "coverage", [*SUITES, COMPLETE, core, least])
 
 
 @nox.session(venv_backend="none", default=False)
 def simulated(session: nox.Session) -> None:
     """Run the tests with ranks that compute on the simulated accelerator."""
     python = str(dev_environment(session, PLUGINS) / "python")
-    folders = [f"{folder}/tests" for folder in FOLDERS]
-    run_tests(session, python, "simulated", [*folders, "integration_tests", "--device=sim"])
+    run_tests(session, python, "simulated", [*SUITES, "--device=sim"])
 
 
 @nox.session(venv_backend="none", default=False)
@@ -418,6 +426,7 @@ def nightly(session: nox.Session) -> None:
     for name in PARTIAL:
         session.notify(f"subsets({name})", ["--thorough"])
     session.notify("fuzz", ["--cases", "2000", "--seed", "1"])
+    session.notify("coverage")
     session.notify("late")
     session.notify("simulated")
     for engine in ENGINES:

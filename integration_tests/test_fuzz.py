@@ -46,6 +46,7 @@ def session() -> Iterator[Session]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_cases(session: Session, batch: int) -> None:
     deadline = time.monotonic() + SECONDS

@@ -157,7 +157,7 @@ def test_the_same_training_as_inside_one_unit(rank: int, size: int, name: str) -
         torch.testing.assert_close(weights[key], value, msg=key, rtol=most, atol=most)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by unit"])
 @pytest.mark.parametrize("name", ["tp", "host", "muon", "tp, host"])
 @ranks(4)

@@ -32,7 +32,8 @@ This page lists how every subset of three plugins trains on every kind of mesh, 
 Each of the {len(CELLS)} cells is a test on real ranks (`integration_tests`). It compares every
 parameter, AdamW moment and loss of a two-block transformer with uneven rows with one process, which
 rounds to bf16 and `Int8Block` as the plugins do. `nox -s tests -- --thorough` runs all; CI leaves
-out the {sum(cell.is_thorough for cell in CELLS)} in bf16 under {", ".join(THOROUGH)}.
+out {sum(cell.is_thorough for cell in CELLS)}: what is compiled with plugins, and in bf16
+{", ".join(THOROUGH)}.
 
 - `=`: bitwise equal.
 - `≈`: within {ROUNDING_TOLERANCE:.0e} of every tensor's 2-norm (fp32 sums in another order).

@@ -120,6 +120,7 @@ def test_polyshard_equals_torch_bitwise_at_two_ranks(reference: Path, traced: Pa
     assert all(rank["sent_bytes"] > 0 for rank in report(traced)["ranks"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_resume_at_the_same_world_size_is_bitwise(
     engine: EngineName, reference: Path, tmp_path: Path

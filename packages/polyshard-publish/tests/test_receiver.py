@@ -257,7 +257,7 @@ def test_nothing_travels_where_nothing_changed(keep: str) -> None:
 def test_a_version_whose_sender_has_given_up_is_not_served_later() -> None:
     model = nn.Linear(3, 2)
     with receiving() as (receiver, address):
-        publisher = Publisher(model, to=SocketTarget(address, timeout_seconds=0.5))
+        publisher = Publisher(model, to=SocketTarget(address, timeout_seconds=3.0))
         publisher.publish(1)
         with receiver.serving(), pytest.raises(GoneError):
             publisher.publish(2)

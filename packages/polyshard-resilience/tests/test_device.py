@@ -347,6 +347,7 @@ CASES = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_all_ranks_are_told_and_go_on(worlds: dict[int, Any], size: int, case: Any) -> None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from toy_codecs import Codecs
 
 from polyshard_testing import PluginConformance
-from polyshard_testing.runs import Factory, equal_states, shapes_of_states, tensors_in
+from polyshard_testing.runs import (
+    Factory,
+    bytes_of_tensors,
+    equal_states,
+    shapes_of_states,
+    tensors_in,
+)
 
 
 class TestCodecs(PluginConformance):
@@ -40,3 +54,14 @@ def test_states_may_have_lists_and_arrays() -> None:
     assert not equal_states(one.numpy(), other.numpy())
     assert list(map(id, tensors_in({"a": [one, {"b": (other,)}]}))) == [id(one), id(other)]
     assert shapes_of_states({"a": [one]}) != shapes_of_states({"a": [one, one]})
+
+
+def test_what_torch_compiled_before_counts_as_no_memory() -> None:
+    before = bytes_of_tensors()
+    kept = torch.ones(3)
+    symbolic: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(kept, symbolic_context=symbolic)
+    assert not isinstance(fake.untyped_storage().nbytes(), int)
+    found = bytes_of_tensors()
+    assert type(found) is int
+    assert found == before + 12

@@ -63,7 +63,7 @@ def labels(samples: list[tuple[str, Any]]) -> list[str]:
     return [f"{seam}-{sample.factory.__name__}" for seam, sample in samples]
 
 
-@pytest.mark.sampled(8)  # each goes through the whole kit
+@pytest.mark.sampled(14)  # each goes through the whole kit
 @pytest.mark.parametrize(("seam", "sample"), RIGHT, ids=labels(RIGHT))
 def test_right_plugins_pass(seam: str, sample: Right, world2: World) -> None:
     kit = kit_for(sample)

@@ -71,12 +71,51 @@ def test_ranks_that_the_next_file_does_not_use_are_ended(
     third = """
         def test_again(world1):
             assert os.environ["TWO"] not in alive()
-            assert str(world1.run(pid)[0]) in alive()
+            os.environ["ONE"] = str(world1.run(pid)[0])
+            assert os.environ["ONE"] in alive()
     """
-    texts = {"test_a": pids + first, "test_b": pids + second, "test_c": pids + third}
-    pytester.makepyfile(**texts)
+    fourth = """
+        from polyshard_testing import ranks
+
+        @ranks(1)
+        def test_nothing(rank, size):
+            pass
+    """
+    fifth = """
+        def test_one(world1):
+            assert os.environ["ONE"] == str(world1.run(pid)[0])
+    """
+    texts = [pids + first, pids + second, pids + third, fourth, pids + fifth]
+    pytester.makepyfile(**{f"test_{number}": text for number, text in enumerate(texts)})
     result = pytester.runpytest("-p", "polyshard_testing.fixtures")
-    result.assert_outcomes(passed=3)
+    result.assert_outcomes(passed=5)
+
+
+def test_ranks_begin_with_what_is_preloaded(pytester: pytest.Pytester) -> None:
+    """Though Python has one fork server, for the first that asks, and tests may ask for another."""
+    pytester.makepyfile(
+        """
+        import multiprocessing
+        import sys
+
+        from polyshard_testing import world
+
+        def test_forks():
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["json"])
+            process = context.Process(target=print)
+            process.start()
+            process.join()
+
+        def absent(rank, size):
+            return sorted(set(world._PRELOADED) - set(sys.modules))
+
+        def test_ranks(world1):
+            assert world1.run(absent) == [[]]
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "polyshard_testing.fixtures")
+    result.assert_outcomes(passed=2)
 
 
 def test_a_function_without_rank_and_size_is_refused() -> None:

@@ -71,7 +71,9 @@ def test_ranks_are_replaced_between_tests_when_they_have_run_very_many_functions
         world.close()
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
+)
 def test_process_groups_of_a_test_end_with_it(start_method: str) -> None:
     """Also those that only some ranks are in, whose names torch makes from their ranks."""
     world = World(3, start_method=start_method)

@@ -22,7 +22,7 @@ class SpareWorld(World):
 
 @pytest.fixture(scope="session")
 def spare_world() -> Iterator[World]:
-    """Two ranks for tests that bring them to the limit of their memory, or break them.
+    """Two ranks for tests that bring them to the limit of their memory.
 
     Their unsharded buffers are allocated, not reserved (reserving counts against limits as well),
     what is freed goes back at once, and a rank gives its peers up after eight seconds.

@@ -23,7 +23,7 @@ def flip(value: Any, bit: int) -> None:
     memory[bit // 8] ^= 1 << bit % 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", ["host", "disk"])
 @pytest.mark.parametrize("params", ["device", "host", "disk"])
 @ranks(2)

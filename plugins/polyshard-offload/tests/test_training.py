@@ -83,7 +83,7 @@ def test_any_depth(world2: World, prefetch: int, tmp_path: Path) -> None:
         world2.run(same_as_without, offload, Recipe(steps=4))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RECIPES)
 def test_checksums_see_no_ghosts(world2: World, name: str, tmp_path: Path) -> None:
     """Clipping, accumulation and windows write too; none of it is taken for corruption."""

@@ -15,7 +15,7 @@ from reproducible_runs import Run, Words, loss_of, mesh_of, samples
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import polyshard
 from polyshard import (
@@ -107,15 +107,25 @@ def test_nobody_has_to_ask_for_optimizers_to_be_looked_at(rank: int, size: int) 
 
 @ranks(1)
 def test_optimizers_are_looked_at_for_as_long_as_the_plugin_lives(rank: int, size: int) -> None:
-    Run((1,), slots=2).train(range(1))  # the engine's own hooks are there from now on
-    gc.collect()  # what it and other tests left
-    hooks = len(_global_optimizer_pre_hooks)
+    """Also where it goes in the middle of a step, while torch iterates over hooks."""
     runs = [Run((1,), slots=2).train(range(1)) for _ in range(2)]
-    assert len(_global_optimizer_pre_hooks) == hooks + 2
     optimizer = Homemade(runs[0].model.parameters(), lr=1.0)
-    runs.clear()
-    gc.collect()
-    assert len(_global_optimizer_pre_hooks) == hooks
+    with pytest.raises(ReproducibleError, match="Homemade"):
+        optimizer.step()
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+
+    def drop(*_: object) -> None:
+        runs.clear()
+        gc.collect()
+
+    hooks = [register_optimizer_step_pre_hook(hook) for hook in (drop, lambda *_: None)]
+    try:
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not runs
     optimizer.step()
 
 

@@ -50,7 +50,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, index: int) -> float:
     return loss.item()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("source", "target"),
     [("2 x 2", "4 x 1"), ("4 x 1", "2 x 2"), ("2 x 2", "1 x 4"), ("1 x 4", "2 x 2")],
@@ -130,6 +130,7 @@ def run(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
     return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hidden", [12, 10])
 @ranks(4)
 def test_a_run_on_two_axes_goes_on(rank: int, size: int, tmp_path: Path, hidden: int) -> None:

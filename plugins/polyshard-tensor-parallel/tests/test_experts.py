@@ -151,7 +151,7 @@ def test_two_ranks_are_one_process(rank: int, size: int, count: int, kind: str) 
     check_against_one_process(divided(Mixture(count), mesh_of(1, 2)), rank, size, count, kind)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["any", "few"])
 @pytest.mark.parametrize("count", [3, 5, 8], ids="{} experts".format)
 @pytest.mark.parametrize("ep", [2, 4])

@@ -71,7 +71,7 @@ def compare(
             )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_same_as_one_process(world4: World, layout: str, tied: bool) -> None:

@@ -154,9 +154,13 @@ def test_engines_that_fail_are_rows_and_others_go_on() -> None:
 
 
 def test_an_engine_that_hangs_is_a_row() -> None:
-    (hung,) = document("hangs", "single", timeout=3).results
+    for timeout in (3, 12, 48):  # a busy machine may take longer than that to build the model
+        (hung,) = document("hangs", "single", timeout=timeout).results
+        assert hung.error is not None
+        assert hung.error.message == f"rank 0 did not answer within {timeout} s (--timeout)"
+        if hung.error.step is not None:
+            break
     assert hung.error is not None
-    assert hung.error.message == "rank 0 did not answer within 3 s (--timeout)"
     assert hung.error.step == 0
 
 

@@ -17,8 +17,7 @@ from polyshard_demo.text import Corpus
 
 __all__ = ["check_continues", "find_source", "folder_of", "restore", "run_of", "write_run"]
 
-RECORD = "run.json"
-FOLDER = "checkpoints"
+RECORD, FOLDER = "run.json", "checkpoints"
 FIXED = ("preset", "tied", "dropout", "batch", "sequence", "seed", "reproducible")
 """What a resumed run keeps: its model and its data."""
 

@@ -80,10 +80,9 @@ def _unused(*_: Any) -> Any:
 
 def _adamw(model: nn.Module, settings: Settings) -> Optimizer:
     """AdamW that decays matrices and leaves vectors alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    parameters = list(model.parameters())
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))

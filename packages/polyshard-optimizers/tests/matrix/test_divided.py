@@ -130,6 +130,7 @@ def go_on(rank: int, size: int, kind: str, folder: Path) -> None:
     run.check(reference(1, made_by=KINDS[kind]).train(4).model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_moves_to_other_axes(
     world2: World, world3: World, world4: World, tmp_path: Path, kind: str

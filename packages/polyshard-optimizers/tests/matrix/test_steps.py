@@ -38,6 +38,7 @@ def test_twenty_muon_steps_are_those_of_one_process(rank: int, size: int) -> Non
     run.check(Reference(size, settings=settings).train(20).model)
 
 
+@pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("made", [muon, shampoo])
 def test_gradients_in_rows_give_the_same_bits(rank: int, size: int, made: Any) -> None:

@@ -129,6 +129,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "AdamW fused", "NAdam foreach"])
 def test_temporaries_are_small(name: str) -> None:
     shelf = Shelf((8_000_000, 64, 16_000_000))  # 96 MB

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from toy_codecs import Codecs
 
 from polyshard import Observer, fully_shard, hookimpl
+from polyshard.agreement import meeting
 from polyshard.errors import ControlFlowError, PeerError
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_testing import ranks
@@ -116,6 +118,9 @@ def test_an_exception_in_forward_of_three(rank: int, size: int) -> None:
     recovers(breaks_forward, r"rank 1 failed in the forward of '2'", rank)
 
 
+@pytest.mark.skipif(
+    sys.gettrace() is not None, reason="exceptions are quoted by a tracer, of which there is one"
+)
 @ranks(2)
 def test_an_exception_in_backward_is_quoted_too(rank: int, size: int) -> None:
     pattern = r"rank 1 failed in its backward, when it had reached '3': ArithmeticError: on purpose"
@@ -291,4 +296,23 @@ def test_a_slow_rank_is_waited_for(rank: int, size: int) -> None:
     if rank == 1:
         model[2].in_forward = lambda: time.sleep(1.5)
     model(inputs()).sum().backward()
+    assert current_alarm().report is None
+
+
+@ranks(2)
+def test_a_rank_that_is_slow_to_see_that_all_have_come(rank: int, size: int) -> None:
+    """The last that comes waits in its first transfer, for one that looks late."""
+    model = build()
+
+    def seldom(_: int) -> Iterator[None]:
+        while True:
+            yield
+            time.sleep(2.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(meeting, "_pauses", seldom)
+        else:
+            time.sleep(0.5)
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert current_alarm().report is None

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from toy_meshes import on_several_meshes
 from toy_models import build, loss_of, shard, tokens_for
 
@@ -117,6 +118,24 @@ def test_the_place_within_a_large_tensor_is_told() -> None:
     flip(model.weight, 32 * 70_000)
     with pytest.raises(CorruptionError, match=r"'weight' .* elements 65536 to 81919 of its part"):
         guard.check()
+
+
+def test_a_guard_that_goes_in_the_middle_of_a_step() -> None:
+    """torch iterates over hooks then."""
+    training, others = Training(small()), [Training(small())]
+    guard = weakref.ref(others[0].guard)
+
+    def drop(*_: object) -> None:
+        others.clear()
+        gc.collect()
+
+    hooks = [register_optimizer_step_post_hook(hook) for hook in (drop, lambda *_: None)]
+    try:
+        training.step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert guard() is None
 
 
 def test_windows_open_every_so_many_steps() -> None:

@@ -171,7 +171,8 @@ def test_a_failure_before_the_first_forward(rank: int, size: int) -> None:
     begin = time.monotonic()
     for _ in range(2):
         body = raising(ValueError("at once")) if rank else job.step
-        failure(job.attempted(), body, "rank 1: ValueError: at once")
+        # A rank that is half a second ahead quotes the failure before, which was the same.
+        failure(job.attempted(), body, "rank 1( failed while planning)?: ValueError: at once")
     assert time.monotonic() - begin < PATIENT_SECONDS
     assert_equal(job.train(1), Job(rank).train(1))
 

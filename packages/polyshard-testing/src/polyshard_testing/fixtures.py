@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import pytest
 
 from polyshard_testing import late_rank
-from polyshard_testing.world import World
+from polyshard_testing.world import World, start_fork_server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,11 +34,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = wanted
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start what ranks are forked from with the first test, whose capture is to hold their output.
+
+    It imports torch while tests without ranks run.
+    """
+    session = item.session
+    if not session.stash.get(_HAS_BEGUN, False):
+        session.stash[_HAS_BEGUN] = True
+        if any(map(_has_ranks, session.items)):
+            start_fork_server()
+
+
+_HAS_BEGUN = pytest.StashKey[bool]()
+
+
 def _expects_errors_on_ranks(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function):
         return False
-    has_ranks = any(name.startswith("world") for name in item.fixturenames)
-    return has_ranks and late_rank.expects_errors(item.function)
+    return _has_ranks(item) and late_rank.expects_errors(item.function)
+
+
+def _has_ranks(item: pytest.Item) -> bool:
+    return any(name.startswith("world") for name in getattr(item, "fixturenames", ()))
 
 
 @pytest.hookimpl(trylast=True)
@@ -70,8 +90,18 @@ _SHARED = pytest.StashKey[dict[str, _Ranks]]()
 
 def _fixtures_of(item: pytest.Item) -> set[str]:
     """Names of the fixtures that tests of this file use."""
-    tests = (each for each in item.session.items if each.path == item.path)
-    return {name for each in tests for name in getattr(each, "fixturenames", ())}
+    tests = [each for each in item.session.items if each.path == item.path]
+    return set().union(*(getattr(each, "fixturenames", ()) for each in tests), *map(_worlds, tests))
+
+
+def _worlds(item: pytest.Item) -> set[str]:
+    """Names of the worlds that a test uses; one of ``@ranks`` asks for its own when it begins."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("skip"):
+        return set()
+    found = {name for name in item.fixturenames if re.fullmatch(r"world\d", name)}
+    if hasattr(item, "callspec") and "world_size" in item.callspec.params:
+        found.add(f"world{item.callspec.params['world_size']}")
+    return found
 
 
 def _shared(request: pytest.FixtureRequest, ranks: Any) -> Iterator[Any]:

@@ -1,8 +1,9 @@
 """``pytest --late-rank=N``: rank N is late wherever a test expects an exception.
 
 Where every rank fails of its own accord, a rank that is slower hears of another's failure first,
-and raises ``PeerError`` in place of its own error. Which rank that is depends on the machine's
-load; here it is chosen. A test that passes with each rank late does not rely on time.
+and raises ``PeerError`` in place of its own error: there, or still in the backward before, which
+its peers have left. Which rank that is depends on the machine's load; here it is chosen. A test
+that passes with each rank late does not rely on time.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ _LATE_SECONDS = 0.3  # the alarm's thread looks for other ranks' failures ten ti
 
 
 def become_late() -> None:
-    """Be late, from now on, within every ``pytest.raises``: at its begin, and where failures pass.
+    """Be late from now on: within every ``pytest.raises``, and at the end of every backward.
 
-    These are the places at which the engine looks whether another rank has failed, and tells of a
-    failure of its own.
+    Within ``raises`` that is at its begin and where failures pass: the places at which the engine
+    looks whether another rank has failed, and tells of a failure of its own.
     """
     import pytest
 
-    from polyshard.failures import Part
+    from polyshard.engine.unit import RootContext
     from polyshard_resilience.alarm.alarm import Alarm
+    from polyshard_resilience.handler import AlarmHandler
 
     depth = 0
 
@@ -51,11 +53,22 @@ def become_late() -> None:
 
         return wrapper
 
+    def surround(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            time.sleep(_LATE_SECONDS)
+            try:
+                return function(*args)
+            finally:
+                time.sleep(_LATE_SECONDS)
+
+        return wrapper
+
     for owner, name, made in (
         (pytest.RaisesExc, "__enter__", expect(pytest.RaisesExc.__enter__, 1)),
         (pytest.RaisesExc, "__exit__", expect(pytest.RaisesExc.__exit__, -1)),
-        (Part, "__enter__", delay(Part.__enter__)),
+        (AlarmHandler, "begin", delay(AlarmHandler.begin)),
         (Alarm, "fail", delay(Alarm.fail)),
+        (RootContext, "end_backward", surround(RootContext.end_backward)),
     ):
         setattr(owner, name, made)
 

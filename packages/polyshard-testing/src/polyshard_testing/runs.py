@@ -199,20 +199,20 @@ def _held_with(factory: Factory | None) -> tuple[set[str], list[int], nn.Module]
     from polyshard import fully_shard
     from polyshard.engine.root import unit_of
 
-    before = _bytes_of_tensors()
+    before = bytes_of_tensors()
     model = SmallModel()
     fully_shard(model, plugins=[] if factory is None else plugins_of(factory))
     held = []
     for _ in range(STEPS):
         model(_ones()).sum().backward()
         model.zero_grad()
-        held.append(_bytes_of_tensors() - before)
+        held.append(bytes_of_tensors() - before)
     unit = unit_of(model)
     assert unit is not None
     return {group.state.name for group in unit.groups}, held, model
 
 
-def _bytes_of_tensors() -> int:
+def bytes_of_tensors() -> int:
     """Memory of all tensors of this process, each storage once."""
     gc.collect()
     storages = {}
@@ -221,7 +221,8 @@ def _bytes_of_tensors() -> int:
         if issubclass(type(found), Tensor) and type(found) is not DTensor:
             with contextlib.suppress(Exception):  # a tensor without memory of its own
                 storage = found.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                if storage.device.type != "meta":  # as those are that torch.compile keeps
+                    storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

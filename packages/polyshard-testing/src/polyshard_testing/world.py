@@ -22,10 +22,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -225,13 +226,11 @@ class World:
 
         context = multiprocessing.get_context(self._start_method)
         if self._start_method == "forkserver":
-            context.set_forkserver_preload(_PRELOADED)
+            start_fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="polyshard-world-")
         # As under torchrun: a file would be read over and over by those who wait.
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores of one machine
-        try:
+        with _one_thread():
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(  # type: ignore[attr-defined]
@@ -254,11 +253,6 @@ class World:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-        finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = threads
 
     def _collect(self, timeout: float | None) -> dict[int, _Answer]:
         answers: dict[int, _Answer] = {}
@@ -282,6 +276,31 @@ class World:
                     last = time.monotonic() + self._seconds + _ANSWER_SECONDS
                     deadline = last if deadline is None else min(deadline, last)
         return answers
+
+
+def start_fork_server() -> None:
+    """Start the process from which ranks are forked, which imports torch; once in this process.
+
+    Python has one for all that fork this way. The first to start it decides what it imports, so
+    tests start it before anything that they try does.
+    """
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with _one_thread():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Ranks share the cores of one machine."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
 
 
 def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
@@ -314,7 +333,7 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     while True:
         try:
             call: _Call = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # the latter where the last answer was not read
             return
         try:
             # under its name there may be what a decorator made of it
@@ -339,6 +358,7 @@ def _leave_groups(rank: int, size: int, number: int) -> None:
     name_groups_apart(number)
     forget_shardings()
     gc.collect()  # the last call's models and meshes hold groups in cycles
+    gc.freeze()  # what has been imported meanwhile is not searched again
 
 
 def _backend_for(given: _Rank) -> str:

@@ -136,7 +136,7 @@ def one_rank_fails_in_a_step(rank: int, size: int) -> None:
 
 
 def test_a_rank_that_fails_in_a_step_is_quoted_on_the_others() -> None:
-    world = World(2, collective_seconds=4.0)
+    world = World(2, collective_seconds=30.0)  # ranks have as long to find each other
     try:
         world.run(one_rank_fails_in_a_step, timeout=60.0)
     finally:

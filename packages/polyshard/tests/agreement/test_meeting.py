@@ -133,12 +133,12 @@ def test_of_many_notes_some_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.shutdown()
 
 
-def test_a_failure_is_quoted_within_a_second_and_at_every_attempt(table: Table) -> None:
+def test_a_failure_is_quoted_without_a_timeout_and_at_every_attempt(table: Table) -> None:
     table.fails(1)
     for _ in range(3):
         begin = time.monotonic()
         refused(table.comes(0, "a"), "^rank 1 failed while planning: OSError: no room$")
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < SECONDS / 2
     waiting = table.comes(1, "a")  # knows that it failed: no error of its own
     table.comes(0, "a").result(SECONDS)
     waiting.result(SECONDS)

@@ -60,7 +60,7 @@ def survival() -> Survival:
     return Survival({run.__name__: partial(races_of, run) for run in STEPS})
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -53,6 +53,7 @@ def test_two_ranks_are_bitwise_fsdp2(world2: World, kwargs: dict[str, Any]) -> N
     world2.run(against_torch, kwargs, True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kwargs", [{}, {"mp_policy": BF16}], ids=["fp32", "bf16"])
 def test_three_and_four_ranks_follow_fsdp2(
     world3: World, world4: World, kwargs: dict[str, Any]

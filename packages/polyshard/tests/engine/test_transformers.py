@@ -100,6 +100,7 @@ def shard(model: nn.Module, **kwargs: Any) -> nn.Module:
     return fully_shard(model, **kwargs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(MODELS))
 @ranks(2, timeout=180.0)
 def test_models_train_as_in_one_process(rank: int, size: int, name: str) -> None:

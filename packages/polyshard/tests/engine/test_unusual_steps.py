@@ -382,6 +382,7 @@ def test_memory_of_a_transfer_that_failed_is_not_given_away(rank: int, size: int
 
         def wait() -> None:
             whole()
+            dist.barrier()  # no rank is told of another's failure before it has its own
             Torn().wait()
 
         works.wait = wait

@@ -155,7 +155,7 @@ def waits(way: str, kind: str, plugins: str) -> bool:
     return way == "no sync" or in_parts or (way == "in flight" and plugins == "storage")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("plugins", ["native", "codec", "storage"])
 @pytest.mark.parametrize("way", ["no sync", "no all-reduce", "in flight"])
 @pytest.mark.parametrize("kind", SHAPES)

@@ -323,7 +323,7 @@ def assert_same_runs(run: Run, other: Run) -> None:
     assert_same_state(run.optimizer, other.optimizer)
 
 
-@pytest.mark.sampled(2)  # any two values meet
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("edit", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tier", TIERS)
@@ -423,7 +423,7 @@ def sharded(rank: int, size: int, path: str, tier: str, name: str) -> None:
     assert_same_state(run.optimizer, mine.optimizer)
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize("tier", SHARDED)
 @pytest.mark.parametrize("name", NAMES)
 def test_edits_of_sharded_state_are_honoured(

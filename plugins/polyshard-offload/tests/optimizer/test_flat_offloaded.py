@@ -140,7 +140,7 @@ def compare(rank: int, tiers: Tiers, path: Path, *turns: Turn, **chosen: Any) ->
             assert_same_state(optimizer, expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 @ranks(2)
 def test_both_ways_around(rank: int, size: int, tiers: Tiers, tmp_path: Path) -> None:
@@ -161,6 +161,7 @@ def test_a_part_is_offloaded(rank: int, size: int, tiers: Tiers, tmp_path: Path)
     compare(rank, tiers, tmp_path, both, fraction=0.4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tiers", [TIERS[2], TIERS[6]], ids="-".join)
 @ranks(2)
 def test_stepping_in_backward(rank: int, size: int, tiers: Tiers, tmp_path: Path) -> None:

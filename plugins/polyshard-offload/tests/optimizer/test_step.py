@@ -367,11 +367,11 @@ def fails_on_one(rank: int, size: int, path: str) -> str:
     raise AssertionError("nothing failed")
 
 
-def test_all_ranks_hear_of_a_broken_disk(spare_world: World, tmp_path: Path) -> None:
+def test_all_ranks_hear_of_a_broken_disk(world2: World, tmp_path: Path) -> None:
     try:
-        first, second = spare_world.run(fails_on_one, str(tmp_path))
+        first, second = world2.run(fails_on_one, str(tmp_path))
     finally:
-        spare_world.close()  # the process group of rank 0 is gone
+        world2.close()  # the process group of rank 0 is gone
     assert re.search("^StorageError: rank 0: writing optimizer state .*failed: Input/output", first)
     assert re.search(r"^PeerError: .*rank 0 failed .*writing optimizer state", second)
     assert list(tmp_path.iterdir()) == []

@@ -68,7 +68,7 @@ ELSEWHERE = {
 """Mutants that no step of this test fails, and why."""
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.function}-{m.kind}-{m.line}")
 def test_without_it_a_step_is_disordered(mutant: Mutant, survival: Survival) -> None:
     if (mutant.function, mutant.text) not in ELSEWHERE:

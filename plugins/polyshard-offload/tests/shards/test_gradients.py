@@ -189,6 +189,7 @@ def test_norms_of_spent_gradients_are_known(rank: int, size: int, tmp_path: Path
         optimizer.step()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", ["device", "host", "disk"])
 @ranks(2)
 def test_announced_sums_may_be_stepped_in_backward(

@@ -2,21 +2,20 @@
 
 [Note: no optimizer unseen]
 Nothing leads from a parameter to who steps it, and an optimizer that depends on where shards end
-fails in no other way than by other bits. torch has hooks for the steps of all optimizers; one of
-these lasts as long as the plugin object that has run slots, and looks at an optimizer once, and
-again when its groups changed. What steps parameters and is no ``torch.optim.Optimizer`` goes
-unseen; what steps none that are sharded is let be.
+fails in no other way than by other bits. torch has hooks for the steps of all optimizers. From one
+of these every plugin object that has run slots looks at an optimizer once, and again when its
+groups changed. What steps parameters and is no ``torch.optim.Optimizer`` goes unseen; what steps
+none that are sharded is let be.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from polyshard.engine.every_step import before_every_step
 from polyshard_reproducible.checks import check_optimizer
 from polyshard_reproducible.names import sharded_parameters
 
@@ -27,7 +26,6 @@ class OptimizerWatch:
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
-        self._is_on = False
 
     def add(self, model: nn.Module) -> None:
         """Look at what steps ``model`` from now on."""
@@ -35,17 +33,7 @@ class OptimizerWatch:
             return
         self._models.add(model)
         self._seen.clear()
-        if self._is_on:
-            return
-        self._is_on, own = True, weakref.ref(self)
-
-        def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            del args, kwargs
-            watch = own()
-            if watch is not None:
-                watch.look(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
+        before_every_step(self, OptimizerWatch.look)
 
     def look(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer of these models that makes other bits of other shards.

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from polyshard.engine.every_step import after_every_step
 from polyshard.engine.root import units_below
 from polyshard.errors import SettingError
 from polyshard_resilience.errors import CorruptionError
@@ -146,14 +146,7 @@ class Corruption:
             optimizer.register_step_pre_hook(_Call(self._before_step, window))
             optimizer.register_step_post_hook(_Call(self._after_step, window))
             optimizer.register_load_state_dict_post_hook(self._after_loading_state)
-        me = weakref.ref(self)
-
-        def after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-            guard = me()
-            if guard is not None:
-                guard._after_another(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(after_any_step).remove)
+        after_every_step(self, Corruption._after_another)
 
     def remove(self) -> None:
         """Watch no longer."""

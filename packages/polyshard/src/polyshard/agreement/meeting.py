@@ -237,10 +237,13 @@ class Meeting:
         here.post("digest", digest)
         if store.compare_set(f"{here.prefix}/first", "", digest).decode() != digest:
             store.add(f"{here.prefix}/differing", 1)
-        if store.add(f"{here.prefix}/arrived", 1) == len(here.ranks):
-            here.post("last", "yes")
-            return self._end(MET)
-        return self._wait()
+        handler, number = failure_handler(), self.number + 1
+        # The last rank to come says so as well: others may be slow to see that the meeting ended.
+        with handler.waiting(here.ranks, self.board.prefix, number, self.occasion) as in_vain:
+            if store.add(f"{here.prefix}/arrived", 1) == len(here.ranks):
+                here.post("last", "yes")
+                return self._end(MET)
+            return self._wait(in_vain)
 
     def ended(self) -> str | None:
         """How the meeting ended, if it has."""
@@ -317,18 +320,15 @@ class Meeting:
         ended: bytes = self.board.store.compare_set(f"{self._here.prefix}/ended", "", how)
         return ended.decode()
 
-    def _wait(self) -> str:
-        ranks, handler = self.board.ranks, failure_handler()
-        waiting = handler.waiting(ranks, self.board.prefix, self.number + 1, self.occasion)
-        with waiting as in_vain:
-            lookout = _Lookout(self, in_vain)
-            for _ in _pauses(len(ranks)):
-                ended = self.ended()
-                if ended is None:
-                    reason = lookout.look(time.monotonic())
-                    ended = None if reason is None else self._end(reason)
-                if ended is not None:
-                    return ended
+    def _wait(self, in_vain: Callable[[], str | None]) -> str:
+        lookout = _Lookout(self, in_vain)
+        for _ in _pauses(len(self.board.ranks)):
+            ended = self.ended()
+            if ended is None:
+                reason = lookout.look(time.monotonic())
+                ended = None if reason is None else self._end(reason)
+            if ended is not None:
+                return ended
         raise AssertionError
 
     def is_first_to_look(self) -> bool:

@@ -21,57 +21,20 @@ the same ones and step the same optimizers. Within a backward, the end of the it
 
 from __future__ import annotations
 
-import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from polyshard._torch.private import untraced
+from polyshard.engine.every_step import after_every_step, before_every_step
 from polyshard.engine.step import Reductions
 from polyshard.errors import LifecycleError, UntiedWarning, warn
 from polyshard.group.group import ParameterGroup
 from polyshard.transport.base import Turn
-
-Calls = weakref.WeakKeyDictionary[Turn, Callable[[Optimizer], None]]
-
-
-class _Hooks:
-    """What roots do at steps of any optimizer, by their turns.
-
-    torch knows two hooks for the process, which stay: one for each root would have to be removed
-    when the root goes, which may be in the middle of a step, while torch iterates over hooks.
-    """
-
-    def __init__(self) -> None:
-        """Register with torch."""
-        self.before: Calls = weakref.WeakKeyDictionary()
-        self.after: Calls = weakref.WeakKeyDictionary()
-        for register, calls in (
-            (register_optimizer_step_pre_hook, self.before),
-            (register_optimizer_step_post_hook, self.after),
-        ):
-            register(untraced(partial(_call_all, calls)))
-
-
-def _call_all(calls: Calls, optimizer: Optimizer, args: object, kwargs: object) -> None:
-    del args, kwargs
-    for call in list(calls.values()):
-        call(optimizer)
-
-
-@functools.cache
-def _hooks() -> _Hooks:
-    return _Hooks()
 
 
 def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
@@ -79,16 +42,15 @@ def watch_steps(turn: Turn, groups: Iterable[ParameterGroup]) -> None:
 
     A step that leaves gradients of a group behind is warned of.
     """
-    counted, known = weakref.ref(turn), weakref.WeakSet(groups)
+    known = weakref.WeakSet(groups)
 
-    def after_step(optimizer: Optimizer) -> None:
-        turn = counted()
+    def after_step(turn: Turn, optimizer: Optimizer) -> None:
         held = {id(p) for given in optimizer.param_groups for p in given["params"]}
-        if turn is not None and any(True for group in known for _ in _held_of(group, held)):
+        if any(True for group in known for _ in _held_of(group, held)):
             turn.steps += 1
             warn(_left_waiting(optimizer, held, known))
 
-    _hooks().after[turn] = after_step
+    after_every_step(turn, after_step)
 
 
 def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup], reductions: Reductions) -> None:
@@ -97,14 +59,14 @@ def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup], reductions: Redu
     Refuses optimizers that hold what was gathered. Called once a root. See [Note: steps and
     gathered parameters].
     """
-    root, in_flight, every = weakref.ref(turn), weakref.ref(reductions), weakref.WeakSet(groups)
+    in_flight, every = weakref.ref(reductions), weakref.WeakSet(groups)
     seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[ParameterGroup]]]]
     seen = weakref.WeakKeyDictionary()  # what each steps, and of how many parameters it was found
 
-    def before_step(optimizer: Optimizer) -> None:
-        turn, count = root(), sum(len(given["params"]) for given in optimizer.param_groups)
+    def before_step(turn: Turn, optimizer: Optimizer) -> None:
+        count = sum(len(given["params"]) for given in optimizer.param_groups)
         reductions = in_flight()
-        if turn is None or reductions is None:
+        if reductions is None:
             return
         if optimizer not in seen or seen[optimizer][0] != count:
             held = {id(p) for given in optimizer.param_groups for p in given["params"]}
@@ -119,7 +81,7 @@ def prepare_steps(turn: Turn, groups: Iterable[ParameterGroup], reductions: Redu
                 if group is not None and not group.is_sharded and group.is_trained:
                     group.reshard()
 
-    _hooks().before[turn] = before_step
+    before_every_step(turn, before_step)
 
 
 def _refuse_gathered(

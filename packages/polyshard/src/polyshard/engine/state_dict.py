@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from polyshard._torch.private import local_tensor, untraced
+from polyshard._torch.private import local_tensor
+from polyshard.engine.every_step import before_every_step
 from polyshard.engine.trees import map_tensors
 from polyshard.engine.unit import Unit
 from polyshard.errors import (
@@ -293,7 +293,7 @@ class NativeState:
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = (
             weakref.WeakKeyDictionary()
         )
-        register_optimizer_step_pre_hook(untraced(self._before_step))
+        before_every_step(self, NativeState._before_step)
 
     def add(self, owner: StateDictHooks) -> None:
         """Convert the state of its parameters as long as ``owner`` lives."""
@@ -306,8 +306,7 @@ class NativeState:
             optimizer.register_state_dict_post_hook(self._after_saving)
             optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        del args, kwargs
+    def _before_step(self, optimizer: Optimizer) -> None:
         if optimizer in self._attached:
             return
         key = (sum(len(g["params"]) for g in optimizer.param_groups), len(self._owners))
