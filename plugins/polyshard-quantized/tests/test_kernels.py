@@ -59,15 +59,16 @@ def test_every_case_is_looked_at(outcomes: dict[str, str]) -> None:
 
 
 def test_tensor_operations_serve_a_cpu_without_triton() -> None:
-    """Nothing imports Triton before CUDA asks for it."""
+    """Nothing imports Triton before CUDA asks for it; torch itself may."""
     program = (
-        "import sys, torch; from polyshard_quantized import Int8Block, round_trip;"
-        "round_trip(torch.randn(4, 64), Int8Block()); print('triton' in sys.modules)"
+        "import sys, torch; sys.modules['triton'] = None;"
+        "from polyshard_quantized import Int8Block, round_trip;"
+        "print(round_trip(torch.zeros(4, 64), Int8Block()).sum().item())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "0.0"
     assert kernels_for(torch.empty(1, 8)) is None
 
 

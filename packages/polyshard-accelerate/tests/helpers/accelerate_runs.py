@@ -27,7 +27,7 @@ class Odd(nn.Module):
         y = x
         for block in self.blocks:
             y = y + torch.tanh(block(y))
-        return F.mse_loss(self.head(y).float() * self.scale, x[:, :3])
+        return F.mse_loss(self.head(y).float() * self.scale, x[:, :3].float())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
@@ -43,7 +43,8 @@ def as_launched(rank: int, size: int) -> None:
     """What a launcher says, and accelerate forgets of the call before."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}.items():
+    local = rank % (torch.cuda.device_count() or size)  # ranks may share a GPU
+    for name, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size}.items():
         os.environ[name] = str(value)
     device = torch.get_default_device()
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

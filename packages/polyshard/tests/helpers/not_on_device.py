@@ -21,6 +21,7 @@ UNKNOWN = "has accelerate count unknown devices"
 UNSET = "has ranks without a device"
 KERNELS = "compares with what a CPU's kernels, or foreach, make"
 NO_TIMEOUT = "needs time-outs that raise"
+FORKED = "forks the process, which CUDA forbids"
 
 NOT_ON_ANY: dict[str, dict[str, tuple[str, ...]]] = {
     GLOO: {
@@ -190,7 +191,13 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
     },
     "cuda": {
-        UNSET: {"packages/polyshard/tests": ("transport/test_gloo_waits.py",)},
+        UNSET: {
+            "packages/polyshard/tests": ("transport/test_gloo_waits.py",),
+            "packages/polyshard-checkpoint/tests": (
+                "checkpoint/test_survivors.py::test_what_is_missing_is_said_and_refused",
+            ),
+        },
+        FORKED: {"packages/polyshard-checkpoint/tests": ("checkpoint/test_killed.py",)},
         KERNELS: {
             "packages/polyshard/tests": (
                 "test_policies.py::test_every_unit_has_a_policy_of_its_own",
@@ -201,12 +208,34 @@ NOT_ON_ONE: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "integration_tests": ("test_composition.py",),
             "packages/polyshard-optimizers/tests": ("matrix/test_steps.py",),
             "plugins/polyshard-offload/tests": (
+                "optimizer/test_flat_offloaded.py::test_a_part_is_offloaded",
+                "optimizer/test_flat_offloaded.py::test_flat_alone",
+                "optimizer/test_flat_offloaded.py::test_stepping_in_backward",
                 "optimizer/test_step.py::test_delays_change_no_bit",
+                "optimizer/test_step.py::test_what_users_write_is_seen",
+                "shards/test_gradients.py::test_clipping_by_known_norms_is_clipping",
+                "shards/test_gradients.py::test_norms_of_spent_gradients_are_known",
+                "shards/test_shared_shards.py::test_the_dtype_may_change_between_steps",
+                "shards/test_written.py::test_kernels_that_do_not_tell",
+                "shards/test_written.py::test_what_was_written_is_computed_with",
                 "test_plugin.py::TestDisk::test_checkpoints_are_native",
                 "test_plugin.py::TestDisk::test_two_",
                 "test_plugin.py::TestHost::test_checkpoints_are_native",
                 "test_plugin.py::TestHost::test_two_",
                 "test_training.py::test_any_optimizer[disk-host-disk-foreach",
+            ),
+            "plugins/polyshard-quantized/tests": (
+                "test_offload.py::test_the_same_bits_as_alone",
+                "test_offload.py::test_uneven_ranks_and_blocks_of_ranks",
+                "test_training.py::test_two_hops_on_a_mesh_with_replicas",
+            ),
+            "packages/polyshard-accelerate/tests": (
+                "test_trainer.py::test_a_folder_fills_a_model_on_meta[2 ranks",
+            ),
+        },
+        UNKNOWN: {
+            "packages/polyshard-accelerate/tests": (
+                "test_accelerator.py::test_an_accelerator_that_is_there_becomes_one",
             ),
         },
         NO_TIMEOUT: {
