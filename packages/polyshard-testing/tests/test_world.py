@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
@@ -109,6 +110,11 @@ def groups(rank: int, size: int) -> int:
     return len(gloo_groups())
 
 
+def crash_on_one(rank: int, size: int) -> None:
+    if rank == 1:
+        ctypes.string_at(0)
+
+
 def process(rank: int, size: int) -> int:
     return os.getpid()
 
@@ -127,6 +133,10 @@ def test_failures_are_reported_and_the_world_starts_anew() -> None:
         with pytest.raises(RankError, match=r"(?s)rank 1.*ended without an answer"):
             world.run(die_on_one)
         assert world.run(total, 0) == [1, 1]
+        with pytest.raises(
+            RankError, match=r"(?s)rank 1.*without an answer \(SIGSEGV\)\nCurrent.*crash_on_one"
+        ):
+            world.run(crash_on_one)
     finally:
         world.close()
 

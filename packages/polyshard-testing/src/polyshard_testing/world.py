@@ -191,6 +191,18 @@ class World:
         time.sleep(0.05)  # it is written line by line
         return path.read_text()[-_STACKS_CHARACTERS:]
 
+    def _end_of(self, rank: int) -> str:
+        """That a rank ended without an answer, by which signal, and where it stood."""
+        process, folder = self._processes[rank], self._folder
+        process.join(_ANSWER_SECONDS)
+        code = process.exitcode
+        by = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
+        path = _stacks_of(Path(folder.name), rank) if folder is not None else None
+        stacks = path.read_text() if path is not None and path.exists() else ""
+        _, marker, crashed = stacks.partition("Current thread")
+        told = f"\n{marker}{crashed[:_STACKS_CHARACTERS]}" if marker else stacks
+        return f"the process ended without an answer{by}{told}"
+
     def rest(self) -> None:
         """Mark the end of a test: ranks destroy the process groups that it made.
 
@@ -268,7 +280,7 @@ class World:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = _Answer(error="the process ended without an answer")
+                    answers[rank] = _Answer(error=self._end_of(rank))
                 except Exception as error:  # of a class that only the rank can import, say
                     answers[rank] = _Answer(error=f"its answer cannot be read here: {error!r}")
                 if answers[rank].error:
@@ -313,8 +325,8 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     from polyshard_resilience import enable
 
     rank, size = given.rank, given.size
-    faulthandler.enable()
     stacks = _stacks_of(Path(given.folder), rank).open("w")
+    faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(1)
     dist.init_process_group(
