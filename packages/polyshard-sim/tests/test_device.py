@@ -201,7 +201,8 @@ def test_strict_poisons_freed_memory() -> None:
 
 def test_host_access_faults() -> None:
     done = python(
-        "import ctypes\nx = torch.ones(4, device='sim'); torch.sim.synchronize()\n"
+        "import ctypes, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "x = torch.ones(4, device='sim'); torch.sim.synchronize()\n"
         "ctypes.string_at(x.data_ptr(), 4)"
     )
     assert done.returncode == -11, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -112,6 +113,7 @@ def groups(rank: int, size: int) -> int:
 
 def crash_on_one(rank: int, size: int) -> None:
     if rank == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         ctypes.string_at(0)
 
 
