@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -212,3 +213,34 @@ def test_frames_of_a_thread_that_runs_are_left_alone(monkeypatch: pytest.MonkeyP
     assert thread.is_in_torch()
     wait()
     assert found[-1] == watch._Elsewhere((0, 1))
+
+
+NATIVE = """
+import ctypes, sys, threading, time
+from polyshard_resilience.alarm.watch import _Thread
+
+libc = ctypes.CDLL(None)
+nothing = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda argument: None)
+main = _Thread()
+
+def look():
+    while True:
+        main.is_in_torch()
+
+threading.Thread(target=look, daemon=True).start()
+sys.setswitchinterval(1e-4)
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    threads = (ctypes.c_ulong * 64)()
+    for i in range(64):
+        assert libc.pthread_create(ctypes.byref(threads, 8 * i), None, nothing, None) == 0
+    for thread in threads:
+        libc.pthread_join(ctypes.c_ulong(thread), None)
+"""
+
+
+def test_native_threads_may_enter_python_meanwhile() -> None:
+    """As gloo's do to give memory back: the list of threads is never read without its lock."""
+    command = [sys.executable, "-X", "faulthandler", "-c", NATIVE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -19,25 +19,22 @@ there are collectives on a device, a rank that has begun no part of a step for a
 processes of its own host.
 
 [Note: looking at a thread]
-``sys._current_frames()`` makes frame objects for frames that another thread is running, and the
-process may end with a segmentation fault when that thread goes on (seen with Python 3.11.7 and
-torch 2.13, in an optimizer's step). So where a thread stands is read from what ``faulthandler``
-writes: it makes no objects, and no other thread runs Python meanwhile. The frame itself, which has
-the process group, is asked for only while the thread stands still in a collective: it has used no
-processor time since the last tick.
+Where the main thread stands is read from its frames, by ``sys._current_frames()``, which locks the
+interpreter's list of threads. ``faulthandler.dump_traceback(all_threads=True)`` makes no frame
+objects but goes through that list without the lock. A native thread that enters Python at that
+moment is in the list before it is initialised, and the process ends with a segmentation fault
+(CPython 3.11.7, ``init_threadstate``). gloo's threads do so whenever they give back memory that
+belongs to an object of Python's. Frames are asked for only while the thread stands still: it has
+used no processor time since the last tick.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import math
-import os
 import sys
-import tempfile
 import threading
 import time
-import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -273,15 +270,10 @@ class _Thread:
         self._ident = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._ident)
         self._used = -1.0
-        self._file, name = tempfile.mkstemp()
-        os.unlink(name)
-        weakref.finalize(self, os.close, self._file)
 
     def elsewhere(self, every: tuple[int, ...]) -> _Elsewhere | None:
         """What it waits for in torch; without a ``group`` at hand, nobody is looked at."""
-        if not (self._is_still() and self.is_in_torch()):
-            return None
-        frame = self._frame_in_torch()
+        frame = self._frame_in_torch() if self._is_still() else None
         if frame is None or "group" not in frame.f_code.co_varnames:
             return None
         group = frame.f_locals.get("group")
@@ -292,7 +284,7 @@ class _Thread:
 
     def is_in_torch(self) -> bool:
         """Whether it stands in a collective of torch's: not in what ``DTensor`` computes."""
-        return any(file in COLLECTIVES for file in self._files())
+        return self._frame_in_torch() is not None
 
     def _is_still(self) -> bool:
         """Whether it has used no processor time since this was last asked."""
@@ -303,17 +295,8 @@ class _Thread:
         before, self._used = self._used, used
         return used == before
 
-    def _files(self) -> list[str]:
-        """Those of its innermost frames."""
-        os.ftruncate(self._file, 0)
-        os.lseek(self._file, 0, os.SEEK_SET)
-        faulthandler.dump_traceback(self._file, all_threads=True)
-        text = os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace")
-        _, _, own = text.partition(f"hread 0x{self._ident:016x} ")
-        own = own.partition("hread 0x")[0]
-        return [line.split('"')[1] for line in own.splitlines()[1 : FRAMES + 1] if '"' in line]
-
     def _frame_in_torch(self) -> FrameType | None:
+        """The innermost frame of a collective's file, if it is one of the first few."""
         frame = sys._current_frames().get(self._ident)
         for _ in range(FRAMES):
             if frame is None or frame.f_code.co_filename in COLLECTIVES:
