@@ -1,7 +1,12 @@
-"""``python -m benchmarks``: the suite. Ranks do not import this file, and so no pictures."""
+"""``python -m benchmarks``: the suite, or one measurement by the name of its module."""
 
 import sys
 
-from benchmarks.suite import main
+if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+    from benchmarks.harness import command
 
-sys.exit(main())
+    command(sys.argv.pop(1))
+else:  # ranks do not import what draws pictures
+    from benchmarks.suite import main
+
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """How long training stands still for a save that goes on beside it.
 
-    python -m benchmarks.checkpoint
+    python -m benchmarks checkpoint
 
 On each turn the same ranks copy their shards of weights and moments into memory that is there
 already (the least any such save can cost), then start an asynchronous save of polyshard's, then one
@@ -108,7 +108,3 @@ def _timed(begin_save: Begin, number: int) -> list[float]:
     stall = time.perf_counter() - begin
     wait()
     return harness.slowest(stall, time.perf_counter() - begin)
-
-
-if __name__ == "__main__":
-    harness.command(Case(), __doc__)

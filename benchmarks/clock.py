@@ -1,6 +1,6 @@
 """Both engines on polyshard-sim's virtual clock: a step of a 7B Llama on 8, 64 and 512 H100s.
 
-    python -m benchmarks.clock [--ranks 8 64 512] [--tokens 1024 4096] [--json OUT]
+    python -m benchmarks clock [--ranks 8 64 512] [--tokens 1024 4096] [--json OUT]
 
 Simulated: nothing is computed, and no time is measured. Launches and waits are the engines' own,
 as rank 0 of so many makes them; how long each takes is arithmetic on public figures
@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, Training, bf16, command, loss_of, run_alone, table
+from benchmarks.harness import MIB, Found, Training, bf16, loss_of, run_alone, table
 from benchmarks.plan.step import predict
 from benchmarks.sim import LIBRARIES
 from polyshard_demo.model import LanguageModel, ModelSettings
@@ -149,7 +149,3 @@ def lines(found: Found) -> Iterator[str]:
         cells.append((*sizes, step, ratio, *others, f"{row['plan / clock']:.2f}"))
     heads = ("ranks", "tokens", "step, ms", "/ FSDP2", "kernels", *waits, "plan / clock")
     yield from table(heads, cells)
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,9 +1,9 @@
 """On one accelerator: a step of Llama-3-8B-sized layers, its launches and its memory.
 
-    python -m benchmarks.gpu [--layers 4] [--json OUT]      (needs CUDA)
-    python -m benchmarks.gpu --backend nccl --ranks 1
-    python -m benchmarks.gpu --backend nccl --ranks 2 --layers 2   (ranks may share a GPU)
-    python -m benchmarks.gpu --quick                        (on the CPU: shows that it runs)
+    python -m benchmarks gpu [--layers 4] [--json OUT]      (needs CUDA)
+    python -m benchmarks gpu --backend nccl --ranks 1
+    python -m benchmarks gpu --backend nccl --ranks 2 --layers 2   (ranks may share a GPU)
+    python -m benchmarks gpu --quick                        (on the CPU: shows that it runs)
 
 With the fake process group this is rank 0 of 64, and transfers return at once (host/silent.py):
 what is left is compute and what the engine adds to it. Columns that need CUDA are empty without it.
@@ -33,7 +33,6 @@ from benchmarks.harness import (
     Found,
     Training,
     bf16,
-    command,
     in_turns,
     run_alone,
     run_ranks,
@@ -173,7 +172,3 @@ def _peak(name: str, case: Case) -> int | None:
         torch.cuda.reset_peak_memory_stats()
         training.step()
         return torch.cuda.max_memory_allocated()
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """What the guards of a run cost a step.
 
-    python -m benchmarks.guards
+    python -m benchmarks guards
 
 Three copies of one model take turns on the same ranks and data: without guards, with `NonFinite`,
 and with `Corruption` looking around every step. A look costs the same however rare it is, so what
@@ -44,7 +44,3 @@ class Case(OnRanks, width=64, tokens=16, turns=1):
             "step_seconds": harness.median_of(times),
             "added_to_a_step": added,
         }
-
-
-if __name__ == "__main__":
-    harness.command(Case(), __doc__)

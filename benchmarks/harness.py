@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -251,9 +252,11 @@ def bf16(library: Any) -> dict[str, Any]:
 # Command and tables -------------------------------------------------------------------------------
 
 
-def command(case: Case, words: str | None) -> None:
-    """``python -m`` of a measurement: an option for each field of ``case``, and ``--json``."""
-    parser = argparse.ArgumentParser(description=(words or "").splitlines()[0])
+def command(name: str) -> None:
+    """``python -m benchmarks NAME``: an option for each field of the module's case, ``--json``."""
+    module: Any = import_module(f"benchmarks.{name}")
+    case, words = module.Case(), module.__doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=words)
     for field in fields(case):
         default = getattr(case, field.name)
         how: dict[str, Any] = {"type": type(default)}

@@ -1,6 +1,6 @@
 """Muon steps over shards, in three ways: on owners, on every rank, and on owners after a detour.
 
-    python -m benchmarks.matrix --width 1024 --layers 4 --ranks 4
+    python -m benchmarks matrix --width 1024 --layers 4 --ranks 4
 
 - *owner*: polyshard-optimizers; gradients land whole on their owners, updates return by rows in
   bf16.
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from benchmarks.harness import Found, OnRanks, command, in_turns, linear_model
+from benchmarks.harness import Found, OnRanks, in_turns, linear_model
 from polyshard_optimizers import MatrixOptimizer
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -181,7 +181,3 @@ class Case(OnRanks, width=128, steps=2):
         dist.barrier()
         end = time.perf_counter()
         return end - between, end - begin
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """Both engines without one of their waits, events or keep-alives, on the simulated device.
 
-    python -m benchmarks.mutants [--engines polyshard FSDP2] [--only WORD] [--json OUT]
+    python -m benchmarks mutants [--engines polyshard FSDP2] [--only WORD] [--json OUT]
 
 A mutant is exposed when a short training ends in other numbers, or fails, in one of the device's
 modes. What no training exposes is in the table with the reason, where it is known.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.harness import Found, command, table
+from benchmarks.harness import Found, table
 from benchmarks.result import ROOT, filled
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.sim import LIBRARIES
@@ -295,7 +295,3 @@ class Case(harness.Case):
             page = PAGE.read_text("utf-8")
             PAGE.write_text(filled(page, {"mutants": lines(results)}), "utf-8")
         return results
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

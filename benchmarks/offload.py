@@ -1,7 +1,7 @@
 """Optimizer step and whole step per tier, in turns with no offload; or what a disk gives.
 
-    python -m benchmarks.offload --directory DIRECTORY
-    python -m benchmarks.offload --directory DIRECTORY --disk
+    python -m benchmarks offload --directory DIRECTORY
+    python -m benchmarks offload --directory DIRECTORY --disk
 
 One process, gloo, W = 1. Ratios are medians of runs that take turns; memory is as predicted. With
 ``--disk``: read and write rates of the directory's disk, by block size and threads. Reads are cold:
@@ -127,7 +127,3 @@ def _rates(settings: DiskSettings, nbytes: int, repeats: int) -> tuple[float, fl
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         reads.append(nbytes / harness.seconds(lambda: file.read(offset, memory)) / 1e9)
     return median(writes), median(reads)
-
-
-if __name__ == "__main__":
-    harness.command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """Optimizer steps alone: flat against FSDP2's, on the same sharded parameters, taking turns.
 
-    python -m benchmarks.optimizer
+    python -m benchmarks optimizer
 
 One process, gloo, one thread. *Host* is 1,000 parameters of 64 elements in 40 groups, where
 arithmetic is nothing; *large* is 16 matrices of 1024 x 1024 in as many groups. Gradients are those
@@ -20,7 +20,7 @@ from torch.optim import AdamW
 import polyshard
 import polyshard_optimizers
 from benchmarks import harness
-from benchmarks.harness import Found, Layer, command, median_of, run_ranks, sharded, time_steps
+from benchmarks.harness import Found, Layer, median_of, run_ranks, sharded, time_steps
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -85,7 +85,3 @@ def _time(size: tuple[int, ...], turns: int) -> dict[str, float]:
         for one, other in zip(*pair, strict=True):
             assert torch.equal(one.to_local(), other.to_local()), setting
     return median_of(found)
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

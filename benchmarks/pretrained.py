@@ -1,7 +1,7 @@
 """A pretrained model from its files into shards: time, bytes from disk, memory.
 
     pip install "accelerate>=1.15"
-    python -m benchmarks.pretrained --ranks 4      (10 GB of disk; a few minutes)
+    python -m benchmarks pretrained --ranks 4      (10 GB of disk; a few minutes)
 
 A Llama of 4.95 GB in bfloat16, of random weights, is written once. Each way then fills the model
 from a page cache without the files, in fresh processes that have loaded a tiny model before, so
@@ -50,7 +50,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import polyshard
 from benchmarks import harness
-from benchmarks.harness import Found, command, local, run_alone, run_ranks, sharded
+from benchmarks.harness import Found, local, run_alone, run_ranks, sharded
 from polyshard_checkpoint import load_pretrained
 from polyshard_cli.compare.training.memory import Meter, resident
 
@@ -252,7 +252,3 @@ def _anonymous_peak() -> Iterator[list[int]]:
         finally:
             done.set()
     found[0] = max(found[0], resident("RssAnon:") - begin)
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """A step's weights on their way to a generator: whole tensors from rank 0, or each rank its own.
 
-    python -m benchmarks.publish --ranks 4      (root: each rank has a network namespace of its own)
+    python -m benchmarks publish --ranks 4      (root: each rank has a network namespace of its own)
 
 Every rank, and the receiver, has a link of 1 Gbit/s each way, as hosts have. After each step of
 AdamW at a learning rate of 1e-6 the weights go to a bfloat16 receiver in four ways, which take
@@ -190,7 +190,3 @@ def _send(
             sending.end()
             sending.commit(digests)
     dist.barrier()
-
-
-if __name__ == "__main__":
-    harness.command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """What sums that do not depend on the number of ranks cost a step.
 
-    python -m benchmarks.reproducible
+    python -m benchmarks reproducible
 
 Copies of one model take turns on the same ranks and data: the same micro-batches with and without
 the plugin, each reduced, and both again with gradients clipped. Memory is the peak of processes of
@@ -83,7 +83,3 @@ def _peak(name: str, case: Case) -> int:
     for _ in range(4):
         step()
     return int(harness.slowest(meter.read().peak_bytes)[0])
-
-
-if __name__ == "__main__":
-    harness.command(Case(), __doc__)

@@ -1,7 +1,7 @@
 """Both engines on an accelerator: memory by phase, launches, host waits.
 
-    python -m benchmarks.sim [--rows fp32 bf16 ...] [--json OUT]
-    python -m benchmarks.sim --device cuda          (ranks may share a GPU, see CONTRIBUTING.md)
+    python -m benchmarks sim [--rows fp32 bf16 ...] [--json OUT]
+    python -m benchmarks sim --device cuda          (ranks may share a GPU, see CONTRIBUTING.md)
 
 On the simulated one kernels are the CPU's, the allocator follows CUDA's rules, and bytes sent are
 counted. What is found says what the engines ask of a device; no time is measured.
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import polyshard
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, bf16, command, run_ranks, table
+from benchmarks.harness import MIB, Found, bf16, run_ranks, table
 from benchmarks.host.launches import count
 
 BLOCKS, WIDTH, HIDDEN, TOKENS, STEPS = 6, 512, 2048, 32, 3
@@ -250,7 +250,3 @@ def _cells(name: str, row: dict[str, Found]) -> list[str]:
 
 def _text(value: int | float) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

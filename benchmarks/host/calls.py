@@ -1,6 +1,6 @@
 """How much code a tensor passes: calls and files of one unit's forward and backward, and lines.
 
-``python -m benchmarks.host.calls`` counts the Python functions of core that run for one more unit
+``python -m benchmarks host.calls`` counts the Python functions of core that run for one more unit
 of a model (a model's, less those of a model with a unit fewer): on two gloo ranks, and on
 collectives of torch's fake process group, which stand for a device's. ``--list`` names them.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import polyshard
 from benchmarks import harness
-from benchmarks.harness import Found, Layer, command, run_alone, run_ranks
+from benchmarks.harness import Found, Layer, run_alone, run_ranks
 
 CORE = Path(polyshard.__file__).parent
 Calls = Counter[tuple[str, str]]
@@ -123,7 +123,3 @@ class Case(harness.Case, parameters=(1,)):
                     named = {" ".join(key): count for key, count in sorted(calls.items())}
                     found[f"{way}, {phase}"]["by function"] = named
         return found
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,7 +1,7 @@
 """What a step costs the host, without transfers: torch's fake process group, one process.
 
-    python -m benchmarks.host.cost                                       (a cross of sizes)
-    python -m benchmarks.host.cost --groups 40 --parameters 8 --ranks 8 64 512 4096
+    python -m benchmarks host.cost                                       (a cross of sizes)
+    python -m benchmarks host.cost --groups 40 --parameters 8 --ranks 8 64 512 4096
 
 Both engines shard the same model of tiny layers and take turns. Collectives return at once (see
 silent.py), so a step is autograd, the layers, and the engine's own Python; the same model unsharded
@@ -26,7 +26,6 @@ from benchmarks.harness import (
     LIBRARIES,
     Found,
     Layer,
-    command,
     in_turns,
     median_of,
     run_alone,
@@ -170,7 +169,3 @@ def _measure(case: Case) -> Found:
         for size in case.sizes
     ]
     return {"rows": rows, "fit": fit(rows)}
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

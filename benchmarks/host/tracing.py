@@ -1,6 +1,6 @@
 """What a trace costs the host: a step of tiny layers without it, with it idle, and with it on.
 
-    python -m benchmarks.host.tracing --groups 40
+    python -m benchmarks host.tracing --groups 40
 
 One process, torch's fake process group (see cost.py): what is left is Python. The file is written
 to a temporary folder. Spans alone are timed as well, in CPU time, which others disturb less.
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import polyshard
-from benchmarks.harness import Found, command, sharded
+from benchmarks.harness import Found, sharded
 from benchmarks.host.cost import Size, build, median_seconds
 from benchmarks.host.silent import silent_group
 from polyshard_cli.trace import Trace
@@ -65,7 +65,3 @@ def _cpu_seconds(trace: Trace, groups: int = 1000) -> float:
         trace.on_step_end()
         found.append(time.process_time() - begin)
     return min(found[1:]) / (3 * groups)
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """Step time and bytes as ``polyshard plan`` says them, beside steps that are measured.
 
-    python -m benchmarks.plan.step --only narrow-2 keep
+    python -m benchmarks plan.step --only narrow-2 keep
 
 Before each row the machine is measured by as many processes as there are ranks, as ``--measure``
 does. Then the row runs with polyshard alone and its best optimizer setting. All of that is done in
@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Found, command, run_alone, run_ranks
+from benchmarks.harness import Found, run_alone, run_ranks
 from benchmarks.plan.models import columns, name_of
-from benchmarks.step.case import Case
+from benchmarks.step.case import Case as StepCase
 from benchmarks.step.rows import ROWS, row
 from benchmarks.step.time import OUR_BEST, medians, time_engines
 
@@ -28,7 +28,7 @@ RATIO = "predicted / measured"
 
 
 @dataclass(frozen=True)
-class Rows(harness.Case, rounds=1, small=True):
+class Case(harness.Case, rounds=1, small=True):
     """Names of step rows, and how often each is measured; with ``small`` their quick cases."""
 
     only: tuple[str, ...] = tuple(row.name for row in ROWS)
@@ -48,7 +48,7 @@ class Rows(harness.Case, rounds=1, small=True):
         return {"rows": rows, "within 10 %": f"{close} of {len(rows)}"}
 
 
-def settings_of(case: Case, machine: str) -> dict[str, Any]:
+def settings_of(case: StepCase, machine: str) -> dict[str, Any]:
     """What ``polyshard plan`` is asked for ``case``, as keywords of its settings."""
     half = case.ranks // 2
     meshes = {"hsdp": f"replicate=2,dp={half}", "tensor-parallel": f"dp={half},tp=2"}
@@ -105,13 +105,9 @@ def _middle(rounds: list[Found]) -> Found:
     return {**rounds[ratios.index(median_low(ratios))], "rounds": ratios}
 
 
-def _row(case: Case, machine: str) -> Found:
+def _row(case: StepCase, machine: str) -> Found:
     measure_machine(case.ranks, machine)
     predicted = run_alone(predict, settings_of(case, machine))
     timed = run_ranks(case.ranks, time_engines, case, [OUR_BEST])
     phases = medians(timed["seconds"][OUR_BEST])
     return {"predicted": predicted, "measured": phases, RATIO: predicted["step"] / phases["step"]}
-
-
-if __name__ == "__main__":
-    command(Rows(), __doc__)

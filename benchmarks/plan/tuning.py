@@ -1,6 +1,6 @@
 """The choice of ``polyshard plan --tune`` beside the fastest of settings that are all really run.
 
-    python -m benchmarks.plan.tuning
+    python -m benchmarks plan.tuning
 
 The machine is measured first, as ``--measure`` does. Each setting is then planned, and run on two
 ranks: some take turns in the same processes, so that whatever else the machine does hits all of
@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
-from benchmarks.harness import Found, command, in_turns, run_alone, run_ranks
+from benchmarks.harness import Found, in_turns, run_alone, run_ranks
 from benchmarks.plan.models import name_of
 from benchmarks.plan.step import measure_machine
-from benchmarks.step.case import Case
+from benchmarks.step.case import Case as StepCase
 from benchmarks.step.engines import Engine, batches, build_model, compared
 from polyshard_cli.compare.engines.spec import parse
 from polyshard_cli.plan import Settings, parse_mesh
@@ -48,7 +48,7 @@ class Setting:
     def name(self) -> str:
         return self.choice.name + ", not flat" * (not self.flat)
 
-    def build(self, case: Case) -> Engine:
+    def build(self, case: StepCase) -> Engine:
         """A model under polyshard, on the ranks."""
         choice = self.choice
         options = {
@@ -85,7 +85,7 @@ SETTINGS = tuple(
 """36 of them: what differs in kind, each with every choice of units."""
 
 
-def predict(case: Case, machine: str) -> list[dict[str, float]]:
+def predict(case: StepCase, machine: str) -> list[dict[str, float]]:
     """Seconds and bytes of each, as ``--tune`` plans them; in a process without a process group."""
     base = Settings(
         model=name_of(case), batch=RANKS, sequence=case.tokens, machine=machine, mesh=SHARDS
@@ -95,7 +95,7 @@ def predict(case: Case, machine: str) -> list[dict[str, float]]:
     return [{"step": one.seconds, "memory": float(one.memory_bytes)} for one in tried]
 
 
-def time_settings(found: list[Setting], case: Case, at_once: int) -> list[list[float]]:
+def time_settings(found: list[Setting], case: StepCase, at_once: int) -> list[list[float]]:
     """Seconds of every step of each; ``at_once`` of them take turns, all in the same processes."""
     every = batches(case, case.warmup + case.steps)
 
@@ -114,7 +114,7 @@ def time_settings(found: list[Setting], case: Case, at_once: int) -> list[list[f
 
 
 @dataclass(frozen=True)
-class Tuning(Case):
+class Case(StepCase):
     """The model."""
 
     width: int = 512
@@ -139,7 +139,7 @@ class Tuning(Case):
         best, exact = chosen(SETTINGS), chosen(lossless)
         fastest = sorted(SETTINGS, key=lambda setting: measured[setting])[:FINALISTS]
         finalists = list(dict.fromkeys([*fastest, best, exact]))
-        final = replace(self, steps=FINAL_STEPS) if self == Tuning() else self
+        final = replace(self, steps=FINAL_STEPS) if self == Case() else self
         times = run_ranks(RANKS, time_settings, finalists, final, len(finalists))
         again = dict(zip(finalists, map(median, times), strict=True))
         return {
@@ -159,7 +159,3 @@ class Tuning(Case):
             "chosen / best, lossless": again[exact]
             / min(spent for setting, spent in again.items() if setting in lossless),
         }
-
-
-if __name__ == "__main__":
-    command(Tuning(), __doc__)

@@ -1,6 +1,6 @@
 """Held-out loss of the demonstration training with and without quantized communication.
 
-    python -m benchmarks.quantized.accuracy [--steps 200] [--seeds 3] [--lr 1e-3]
+    python -m benchmarks quantized.accuracy [--steps 200] [--seeds 3] [--lr 1e-3]
 
 Every row is trained with the same seeds; a difference is to the native run of the same seed. Needs
 polyshard-demo and polyshard-quantized.
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks import harness
-from benchmarks.harness import Found, command
+from benchmarks.harness import Found
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,3 @@ def held_out(quantize: str, seed: int, case: Case) -> float:
         subprocess.run(words, check=True, env=environment, stdout=subprocess.DEVNULL)
         loss: float = json.loads(Path(folder, "report.json").read_text("utf-8"))["held_out_loss"]
     return loss
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """Whether quantizing pays here: measures the link and the codec, then does the arithmetic.
 
-    python -m benchmarks.quantized.breakeven [--mib 16]              (two ranks on loopback)
+    python -m benchmarks quantized.breakeven [--mib 16]              (two ranks on loopback)
     torchrun ... -m benchmarks.quantized.breakeven                   (on the ranks given)
 
 For every world size and format it compares the time of an all-gather of ``mib`` of fp32 without
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, Work, command, run_ranks, seconds
+from benchmarks.harness import MIB, Found, Work, run_ranks, seconds
 from benchmarks.quantized.codec import FORMATS, codec_of
 from polyshard_quantized import BlockFormat
 
@@ -97,7 +97,3 @@ def _told(found: Seconds, ranks: int) -> Iterator[tuple[str, str]]:
         for dtype, gain in zip(("fp32", "bf16"), gains(found, ranks, form), strict=True):
             verdict = "even" if 1 / MARGIN < gain < MARGIN else "yes" if gain > 1 else "no"
             yield f"{form} vs {dtype}", f"{gain:.2f}x {verdict}"
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """Speed of the block formats against a plain copy, and their error on three kinds of values.
 
-    python -m benchmarks.quantized.codec [--mib 64] [--threads 1] [--device cpu]
+    python -m benchmarks quantized.codec [--mib 64] [--threads 1] [--device cpu]
 
 Times are medians of turns in which the copy and every format take part, so that the ratios hold on
 a busy machine. Errors are relative, of 2-norms, of one round trip. Needs polyshard-quantized.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.harness import MIB, Found, Work, command, in_turns, median_of, seconds
+from benchmarks.harness import MIB, Found, Work, in_turns, median_of, seconds
 from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard_quantized import (
     BlockFormat,
@@ -87,7 +87,3 @@ def speeds(mib: int, turns: int, device: torch.device) -> dict[str, float]:
         works[f"{form} encode"], works[f"{form} decode"] = encode, decode
     ways = {name: lambda _, work=work: 1e3 * seconds(work, device) for name, work in works.items()}
     return median_of(in_turns(ways, turns))  # the first one faults memory in
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

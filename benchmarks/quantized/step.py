@@ -1,7 +1,7 @@
 """Step time with native and with quantized communication, in turns on the same ranks.
 
-    python -m benchmarks.quantized.step [--width 1024] [--layers 8] [--tokens 16]
-    python -m benchmarks.quantized.step --link 1gbit      (root: two shaped namespaces)
+    python -m benchmarks quantized.step [--width 1024] [--layers 8] [--tokens 16]
+    python -m benchmarks quantized.step --link 1gbit      (root: two shaped namespaces)
 
 Every variant is a sharded copy of the same model; in each turn each variant makes one step, so that
 whatever else the machine does hits all alike. Ratios are to native fp32: the median over turns.
@@ -82,7 +82,3 @@ def _turn(training: Training, number: int) -> tuple[float, float, int]:
     spent = harness.seconds(training.step)
     worked = time.process_time() - worked
     return spent, worked, stats(training.model).bytes_sent - before
-
-
-if __name__ == "__main__":
-    harness.command(Case(), __doc__)

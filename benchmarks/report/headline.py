@@ -1,6 +1,6 @@
 """The picture at the top of the README: step time against FSDP2's, in four rows.
 
-    python -m benchmarks.report.headline      writes docs/assets/headline.svg
+    python -m benchmarks --publish      writes docs/assets/headline.svg
 
 Drawn as text, so that it follows the results, and readable on light and on dark pages.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.result import RESULTS, ROOT, Result, read_all
+from benchmarks.result import ROOT, Result
 from benchmarks.step.time import STEP
 
 PICTURE = ROOT / "docs" / "assets" / "headline.svg"
@@ -57,12 +57,3 @@ def headline(results: Mapping[str, Result]) -> str:
     ratios = ", ".join(f"{found['ratios'][STEP]:.2f}" for found in shown)
     height = 78 + ROW * len(shown)
     return PAGE.format(height=height, bottom=height - 14, ratios=ratios, rows="\n".join(rows))
-
-
-def main() -> None:
-    """Write the picture."""
-    PICTURE.write_text(headline(read_all(RESULTS)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

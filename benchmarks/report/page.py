@@ -1,6 +1,6 @@
 """Fill in the tables of docs/reference/benchmarks.md from the JSON files in benchmarks/results/.
 
-    python -m benchmarks.report.page
+    python -m benchmarks --publish
 
 What stands between ``<!-- NAME -->`` and ``<!-- end -->`` there is made here; the rest is written
 by hand. Bars, and the reasons why some are missed, come from step/rows.py.
@@ -16,7 +16,7 @@ from benchmarks.harness import MIB, Found, columns, table
 from benchmarks.matrix import BARS as MUON_BARS
 from benchmarks.optimizer import BARS as STEP_BARS
 from benchmarks.report.steps import held, step_tables
-from benchmarks.result import RESULTS, ROOT, Result, filled, read_all
+from benchmarks.result import ROOT, Result, filled
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 ASSETS = ROOT / "docs" / "assets"
@@ -235,11 +235,3 @@ def _runs(results: Iterable[Result]) -> Iterator[str]:
     for where, each in runs.items():
         yield f"\nOn {where}:\n"
         yield from (f"- {run}: {', '.join(names)}" for run, names in each.items())
-
-
-def main() -> None:
-    PAGE.write_text(page(read_all(RESULTS)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Whether memory and step time stay where they are: 200 steps, one engine a process.
 
-    python -m benchmarks.step.steadiness [--steps 200]
+    python -m benchmarks step.steadiness [--steps 200]
 
 Growth is the least-squares slope of resident memory over the last three quarters of the steps;
 a spike is its largest value above the median there. Engines run one after the other, each in ranks
@@ -14,7 +14,7 @@ from statistics import linear_regression, median, quantiles
 
 import torch.distributed as dist
 
-from benchmarks.harness import Found, command, run_ranks
+from benchmarks.harness import Found, run_ranks
 from benchmarks.step import case
 from benchmarks.step.engines import batches, build
 from polyshard_cli.compare.training.memory import resident
@@ -61,7 +61,3 @@ def summarize(samples: Samples) -> dict[str, float]:
         "median_resident_kib": median(kib),
         **{f"p{percent}_seconds": cuts[percent - 1] for percent in PERCENTILES},
     }
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

@@ -1,6 +1,6 @@
 """Step time and peak memory against torch's ``fully_shard``, in pairs within one run.
 
-    python -m benchmarks.step.time --width 1024 --layers 8 --tokens 16 --ranks 2 --memory
+    python -m benchmarks step.time --width 1024 --layers 8 --tokens 16 --ranks 2 --memory
 
 polyshard, torch's FSDP2, both with their best optimizer setting, DDP, FSDP1 and the floor (see
 floor.py) take turns on the same ranks and data, so that whatever else the machine does hits all of
@@ -17,7 +17,7 @@ from statistics import median
 
 import torch.distributed as dist
 
-from benchmarks.harness import Found, command, in_turns, paired, run_ranks
+from benchmarks.harness import Found, in_turns, paired, run_ranks
 from benchmarks.step import case
 from benchmarks.step.engines import BEST, KEPT_BEST, PHASES, batches, build
 from polyshard_cli.compare.training.memory import resident
@@ -110,7 +110,3 @@ def ratios_of(seconds: Seconds, memory: dict[str, dict[str, int]]) -> dict[str, 
 def medians(turns: list[dict[str, float]]) -> dict[str, float]:
     """By phase."""
     return {phase: median(turn[phase] for turn in turns) for phase in PHASES}
-
-
-if __name__ == "__main__":
-    command(Case(), __doc__)

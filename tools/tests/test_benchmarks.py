@@ -50,8 +50,8 @@ def found(ratio: float, *, equal: bool = True) -> dict[str, Any]:
 
 def test_the_committed_page_and_picture_are_made_from_the_committed_results() -> None:
     results = read_all(RESULTS)
-    assert PAGE.read_text("utf-8") == page(results), "python -m benchmarks.report.page"
-    assert PICTURE.read_text("utf-8") == headline(results), "python -m benchmarks.report.headline"
+    assert PAGE.read_text("utf-8") == page(results), "python -m benchmarks --publish"
+    assert PICTURE.read_text("utf-8") == headline(results), "python -m benchmarks --publish"
     names = [each.name for each in ROWS]
     assert len(set(names)) == len(names)
     assert all(f"<!-- {name} -->" in PAGE.read_text("utf-8") for name in {*results} - {*names})
@@ -159,7 +159,7 @@ def test_scenarios_of_mutants_run_as_they_are() -> None:
 @pytest.mark.thorough
 def test_the_script_for_accelerators_runs_on_the_cpu_when_tiny(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu"]
+    command = [sys.executable, "-m", "benchmarks", "gpu"]
     tiny = [*command, "--quick", "--json", str(out)]
     done = subprocess.run(tiny, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
