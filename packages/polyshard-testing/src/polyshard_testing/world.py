@@ -199,9 +199,9 @@ class World:
         by = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
         path = _stacks_of(Path(folder.name), rank) if folder is not None else None
         stacks = path.read_text() if path is not None and path.exists() else ""
-        _, marker, crashed = stacks.partition("Current thread")
-        told = f"\n{marker}{crashed[:_STACKS_CHARACTERS]}" if marker else stacks
-        return f"the process ended without an answer{by}{told}"
+        begin = max(stacks.find("Current thread"), 0)  # a native thread that crashed has none
+        told = stacks[begin : begin + _STACKS_CHARACTERS]
+        return f"the process ended without an answer{by}\n{told}".rstrip()
 
     def rest(self) -> None:
         """Mark the end of a test: ranks destroy the process groups that it made.
