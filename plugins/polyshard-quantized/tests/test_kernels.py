@@ -63,12 +63,13 @@ def test_tensor_operations_serve_a_cpu_without_triton() -> None:
     program = (
         "import sys, torch; sys.modules['triton'] = None;"
         "from polyshard_quantized import Int8Block, round_trip;"
-        "print(round_trip(torch.zeros(4, 64), Int8Block()).sum().item())"
+        "round_trip(torch.randn(4, 64), Int8Block());"
+        "print('polyshard_quantized.arithmetic.kernels' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "0.0"
+    assert done.stdout.strip() == "False"
     assert kernels_for(torch.empty(1, 8)) is None
 
 

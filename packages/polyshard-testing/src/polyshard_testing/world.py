@@ -193,12 +193,13 @@ class World:
 
     def _end_of(self, rank: int) -> str:
         """That a rank ended without an answer, by which signal, and where it stood."""
-        process, folder = self._processes[rank], self._folder
+        process = self._processes[rank]
         process.join(_ANSWER_SECONDS)
         code = process.exitcode
         by = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
-        path = _stacks_of(Path(folder.name), rank) if folder is not None else None
-        stacks = path.read_text() if path is not None and path.exists() else ""
+        assert self._folder is not None
+        path = _stacks_of(Path(self._folder.name), rank)
+        stacks = path.read_text() if path.exists() else ""  # it may have ended before it began
         begin = max(stacks.find("Current thread"), 0)  # a native thread that crashed has none
         told = stacks[begin : begin + _STACKS_CHARACTERS]
         return f"the process ended without an answer{by}\n{told}".rstrip()
