@@ -116,6 +116,13 @@ def checks(session: nox.Session) -> None:
     at_once(session, {" ".join(chain): ([*nox_itself, *chain], {}) for chain in CHAINS}, 2)
 
 
+SCHEMAS = {
+    "github-workflows": [".github/workflows/release.yml"],
+    "github-issue-forms": [".github/ISSUE_TEMPLATE/bug.yml", ".github/ISSUE_TEMPLATE/feature.yml"],
+    "citation-file-format": ["CITATION.cff"],
+}
+
+
 @nox.session(default=False)
 def lint(session: nox.Session) -> None:
     """Check style, prose, imports between rooms, and the layout of the repository."""
@@ -127,6 +134,9 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/check_api.py")
     session.run("python", "tools/check_prose.py")  # our list; proselint has no sentence cap
     session.run("proselint", "check", "--config", "tools/proselint.json", *PAGES)
+    session.run("zizmor", "--offline", "--no-progress", ".github")  # actions pinned, no secrets
+    for schema, files in SCHEMAS.items():
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
     sources = os.pathsep.join(f"{folder}/src" for folder in FOLDERS)
     session.run("lint-imports", env={"PYTHONPATH": sources})  # reads files, imports nothing
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -159,27 +158,16 @@ def test_wheels_are_built_once_and_promoted(workflow: dict[str, Any]) -> None:
         assert not runs(jobs[name])  # nothing is made or changed on the way
 
 
-def test_publishing_is_trusted_and_attested(workflow: dict[str, Any]) -> None:
+def test_what_publishes_has_an_identity_that_nothing_else_has(workflow: dict[str, Any]) -> None:
+    """That actions are pinned and no password is stored, zizmor sees (`nox -s lint`)."""
     jobs = workflow["jobs"]
     assert workflow["permissions"] == {}
-    for name, environment in (("rehearse", "testpypi"), ("publish", "pypi")):
+    trusted = [name for name, job in jobs.items() if "id-token" in job["permissions"]]
+    assert trusted == ["rehearse", "publish"]
+    for name in trusted:
         (publish,) = uses(jobs[name], "pypa/gh-action-pypi-publish")
         assert publish["with"]["attestations"] is True
-        assert "password" not in publish["with"]
-        assert jobs[name]["environment"] == environment
         assert jobs[name]["permissions"] == {"id-token": "write"}
-    others = [jobs[name]["permissions"] for name in ("build", "try", "record")]
-    assert all("id-token" not in permissions for permissions in others)
-
-
-def test_actions_are_pinned_to_commits_and_say_which_version(workflow: dict[str, Any]) -> None:
-    text = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
-    lines = [line for line in text.splitlines() if "uses:" in line]
-    assert len(lines) == sum(
-        "uses" in step for j in workflow["jobs"].values() for step in j["steps"]
-    )
-    for line in lines:
-        assert re.search(r"uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
 
 
 def test_only_tags_of_versions_start_it(workflow: dict[str, Any]) -> None:
@@ -188,21 +176,8 @@ def test_only_tags_of_versions_start_it(workflow: dict[str, Any]) -> None:
     assert on == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
 
 
-@pytest.mark.parametrize("name", ["bug", "feature"])
-def test_issue_forms_have_questions(name: str) -> None:
-    yaml = pytest.importorskip("yaml")
-    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text("utf-8")
-    form = yaml.safe_load(text)
-    assert form["name"]
-    assert form["description"]
-    identities = [question["id"] for question in form["body"]]
-    assert len(set(identities)) == len(identities) >= 3
-    assert any(question.get("validations", {}).get("required") for question in form["body"])
-
-
 def test_the_citation_is_of_this_version() -> None:
     yaml = pytest.importorskip("yaml")
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert found["version"] == release.version_of(ROOT)
-    assert found["authors"]
     assert importlib.import_module("polyshard.__about__").__version__ == found["version"]
