@@ -43,7 +43,7 @@ PARTIAL = {name: plugins for name, plugins in SUBSETS.items() if plugins != PLUG
 EXAMPLES = ("examples/publish.py", "examples/train_lm.py")
 # What whole runs of pytest take, with everything installed.
 SUITES = [*(f"{folder}/tests" for folder in FOLDERS), "integration_tests"]
-COMPLETE = f"--stack={stack_of(tuple(COMPOSED))}"
+COMPLETE = f"--stack={stack_of(COMPOSED)}"
 COVERED_PERCENT = 95  # of core's lines and branches: what its own tests reach
 # Ranks share the cores of one machine; without this each starts a thread for every core.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -255,7 +255,7 @@ def versions(session: nox.Session, torch: str) -> None:
         dist = make_dist(session)
         session.run("python", "tools/try_version.py", torch, str(dist), *session.posargs)
     finally:
-        session.run(sys.executable, "tools/make_version_docs.py", external=True)
+        session.run(sys.executable, "tools/write_pages.py", "make_version_docs", external=True)
         shutil.rmtree(session.virtualenv.location)
 
 
@@ -401,7 +401,7 @@ def run_tests(
 def subsets(session: nox.Session, plugins: list[str]) -> None:
     """Test one subset of the plugins with the others really uninstalled, all of its own tests."""
     python = str(dev_environment(session, plugins) / "python")
-    run_tests(session, python, f"subset-{stack_of(tuple(plugins))}", whole(plugins))
+    run_tests(session, python, f"subset-{stack_of(plugins)}", whole(plugins))
 
 
 @nox.session(venv_backend="none", default=False)

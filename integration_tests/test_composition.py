@@ -16,10 +16,11 @@ from small_model import build, loss_of
 from torch import Tensor
 from training import EVALUATION, Outcome
 
-from composition_table import CELLS, NEUTRAL, PLUGINS, REFUSALS, Agreement, Cell, Refusal, stack_id
+from composition_table import CELLS, PLUGINS, REFUSALS, Agreement, Cell, Refusal
 from polyshard_testing import World
+from subsets import NEUTRAL, short, stack_of
 
-APART = set(NEUTRAL)
+APART = set(map(short, NEUTRAL))
 
 
 def is_installed(name: str) -> bool:
@@ -35,8 +36,8 @@ def is_chosen(row: Cell | Refusal, config: pytest.Config) -> bool:
         return False
     asked = config.getoption("--stack")
     if APART & set(row.stack):  # with whatever is installed beside: there is no stack of theirs
-        return all(map(is_installed, row.stack)) and asked in (None, stack_id(INSTALLED))
-    return set(row.stack) <= set(INSTALLED) if asked is None else stack_id(row.stack) == asked
+        return all(map(is_installed, row.stack)) and asked in (None, stack_of(INSTALLED))
+    return set(row.stack) <= set(INSTALLED) if asked is None else stack_of(row.stack) == asked
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,7 +56,7 @@ def marks_of(row: Cell | Refusal) -> tuple[pytest.MarkDecorator, ...]:
 def test_what_is_installed_is_what_was_asked_for(pytestconfig: pytest.Config) -> None:
     asked = pytestconfig.getoption("--stack")
     if asked is not None:
-        assert stack_id(INSTALLED) == asked, "this session tests what composes with nothing else"
+        assert stack_of(INSTALLED) == asked, "this session tests what composes with nothing else"
 
 
 @cache

@@ -15,10 +15,11 @@ from faults.cells import run_cell
 from faults.processes import Ranks
 from torch import nn
 
-from composition_table import PLUGINS, stack_id
+from composition_table import PLUGINS
 from fault_table import BAR_SECONDS, FAULT_CELLS, TIMEOUT_SECONDS, FaultCell
 from polyshard import fully_shard
 from polyshard.errors import PeerError
+from subsets import stack_of
 
 INSTALLED = {
     name for name in PLUGINS if importlib.util.find_spec(f"polyshard_{name.replace('-', '_')}")
@@ -43,7 +44,7 @@ def is_chosen(cell: FaultCell, config: pytest.Config) -> bool:
         return False
     if cell.device == "sim" and not HAS_DEVICE:
         return False
-    return set(cell.stack) <= INSTALLED if asked is None else stack_id(cell.stack) == asked
+    return set(cell.stack) <= INSTALLED if asked is None else stack_of(cell.stack) == asked
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from subsets import PLUGINS, stack_of
+from subsets import PLUGINS, short
 
 __all__ = ["NIGHTLY", "changed_paths", "nightly_parts"]
 
@@ -44,5 +44,5 @@ def nightly_parts(paths: list[str]) -> list[str]:
     ]
     for name in PLUGINS:
         if any(path.startswith(f"plugins/{name}/") for path in paths):
-            parts.append(f"subsets({stack_of((name,))})")
+            parts.append(f"subsets({short(name)})")
     return parts

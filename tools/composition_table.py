@@ -10,24 +10,17 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
 
-PLUGINS = ("offload", "quantized", "tensor-parallel")
-"""The plugins that are combined; their distributions are called ``polyshard-NAME``."""
-
-NEUTRAL = ("calibration", "reproducible")
-"""Plugins tested alone and beside everything, not in every subset: one changes no number that is
-computed; of the others, what they refuse stands below."""
+import subsets
 
 Stack = tuple[str, ...]
+PLUGINS: Stack = tuple(map(subsets.short, subsets.COMPOSED))
+"""The plugins that are combined; their distributions are called ``polyshard-NAME``."""
+
 STACKS: tuple[Stack, ...] = tuple(
     subset for count in range(len(PLUGINS) + 1) for subset in combinations(PLUGINS, count)
 )
 DTYPES = ("fp32", "bf16")
 """What is computed in; parameters, sums of gradients and optimizer state are fp32 in both."""
-
-
-def stack_id(stack: Stack) -> str:
-    """``core``, ``offload``, ``offload+quantized``, ..."""
-    return "+".join(stack) or "core"
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Cell:
     def id(self) -> str:
         """Names the cell in a test's id."""
         mesh = self.layout.name.replace(" × ", "x").lower()
-        return "-".join((stack_id(self.stack), mesh, self.dtype, self.feature))
+        return "-".join((subsets.stack_of(self.stack), mesh, self.dtype, self.feature))
 
     @property
     def is_thorough(self) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from composition_table import FSDP, FSDP_TP, HSDP, STACKS, Cell, Layout, Stack, stack_id
+from composition_table import FSDP, FSDP_TP, HSDP, STACKS, Cell, Layout, Stack
+from subsets import stack_of
 
 TIMEOUT_SECONDS = 120.0
 """Of the process group, in every cell."""
@@ -177,7 +178,7 @@ class FaultCell:
         """Names the cell in a test's id and in the file of figures."""
         device = () if self.device == "cpu" else (self.device,)
         attempt = ("attempted",) if self.in_attempt else ()
-        names = (stack_id(self.stack), _mesh(self.layout), *device, *attempt, self.fault.id)
+        names = (stack_of(self.stack), _mesh(self.layout), *device, *attempt, self.fault.id)
         return "-".join(names)
 
     @property

@@ -1,14 +1,11 @@
-"""Write docs/reference/architectures.md from what test_architectures.py recorded.
-
-Usage: python tools/make_architecture_docs.py [--check]  (--check: only say whether it is current)
-"""
+"""Write docs/reference/architectures.md from what test_architectures.py recorded."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from generated import table, write_or_check
+from write_pages import table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "architectures.md"
@@ -40,7 +37,3 @@ def files() -> dict[Path, str]:
         for name, each in found.items()
     ]
     return {PAGE: HEAD + "\n" + table(COLUMNS, rows)}
-
-
-if __name__ == "__main__":
-    write_or_check(files(), Path(__file__).name)

@@ -1,7 +1,4 @@
-"""Write docs/reference/combinations.md from the table of combinations.
-
-Usage: python tools/make_combination_docs.py [--check]  (--check: only say whether it is current)
-"""
+"""Write docs/reference/combinations.md from the table of combinations."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from composition_table import (
     Stack,
     layouts_of,
 )
-from generated import table, write_or_check
+from write_pages import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "combinations.md"
 HEAD = f"""# Combinations
@@ -89,7 +86,3 @@ def _plugins(stack: Stack) -> str:
 def files() -> dict[Path, str]:
     """The page."""
     return {PAGE: page()}
-
-
-if __name__ == "__main__":
-    write_or_check(files(), "make_combination_docs.py")

@@ -1,7 +1,4 @@
-"""Write docs/reference/faults.md from the table of faults and the measured seconds.
-
-Usage: python tools/make_fault_docs.py [--check]  (--check: only say whether it is current)
-"""
+"""Write docs/reference/faults.md from the table of faults and the measured seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from fault_table import (
     Way,
     verdict,
 )
-from generated import table, write_or_check
+from write_pages import table
 
 Columns = tuple[Column, ...]
 ON_DEVICE: Columns = tuple(column for column in COLUMNS if column[2] != "cpu")
@@ -216,7 +213,3 @@ def _ways() -> str:
 def files() -> dict[Path, str]:
     """The page."""
     return {PAGE: page()}
-
-
-if __name__ == "__main__":
-    write_or_check(files(), "make_fault_docs.py")

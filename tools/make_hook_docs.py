@@ -1,7 +1,4 @@
-"""Write hooks.md, seams.md, experts.md and transport.md of docs/reference from the code.
-
-Usage: python tools/make_hook_docs.py [--check]      (--check: only say whether it is current)
-"""
+"""Write hooks.md, seams.md, experts.md and transport.md of docs/reference from the code."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from generated import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "hooks.md"
 SEAMS_PAGE, EXPERTS_PAGE = PAGE.with_name("seams.md"), PAGE.with_name("experts.md")
@@ -329,7 +324,3 @@ def files() -> dict[Path, str]:
     """The four pages."""
     seams = {SEAMS_PAGE: seams_page(), EXPERTS_PAGE: experts_page()}
     return {PAGE: hook_page(), TRANSPORT_PAGE: transport_page(), **seams}
-
-
-if __name__ == "__main__":
-    write_or_check(files(), "make_hook_docs.py")

@@ -1,7 +1,5 @@
 """Draw docs/assets/house.svg from the imports of core.
 
-Usage: python tools/make_house.py [--check]      (--check: only say whether it is current)
-
 Floors are those of the import contract in pyproject.toml, so that the picture and what CI enforces
 cannot differ.
 """
@@ -16,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
-
-from generated import write_or_check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +110,3 @@ def _box(room: Room, left: float, top: int, width: float) -> list[str]:
 def files() -> dict[Path, str]:
     """The picture."""
     return {PICTURE: picture(floors())}
-
-
-if __name__ == "__main__":
-    write_or_check(files(), "make_house.py")

@@ -1,15 +1,12 @@
-"""Write docs/reference/migration.md from the tables that ``polyshard migrate`` works by.
-
-Usage: python tools/make_migration_docs.py [--check]  (--check: only say whether it is current)
-"""
+"""Write docs/reference/migration.md from the tables that ``polyshard migrate`` works by."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from generated import write_or_check
 from polyshard_cli.migrate.terms.catalog import GUIDES
 from polyshard_cli.migrate.terms.term import Guide, Table, Verdict
+from write_pages import table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "migration.md"
@@ -44,15 +41,14 @@ def _guide(guide: Guide) -> str:
     return f"\n## {guide.name}\n\n{guide.about}\n" + "".join(map(_table, guide.tables))
 
 
-def _table(table: Table) -> str:
-    head = f"\n### {table.title}\n\n| term | done | in polyshard |\n|---|---|---|\n"
+def _table(found: Table) -> str:
     alike: dict[tuple[str, str], list[str]] = {}
-    for term in table.terms:
+    for term in found.terms:
         said = _short(". ".join(filter(None, (term.ours, term.differs))))
         said = said.replace(f"`polyshard.{term.theirs}`", "the same, of `polyshard`")
         alike.setdefault((term.verdict.value, said), []).append(f"`{term.theirs}`")
-    rows = (f"| {', '.join(terms)} | {' | '.join(key)} |\n" for key, terms in alike.items())
-    return head + "".join(rows)
+    rows = ([", ".join(terms), *key] for key, terms in alike.items())
+    return f"\n### {found.title}\n\n" + table(["term", "done", "in polyshard"], rows)
 
 
 def _short(said: str) -> str:
@@ -64,7 +60,3 @@ def _short(said: str) -> str:
 def files() -> dict[Path, str]:
     """The page."""
     return {PAGE: page()}
-
-
-if __name__ == "__main__":
-    write_or_check(files(), "make_migration_docs.py")

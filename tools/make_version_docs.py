@@ -1,7 +1,4 @@
-"""Write docs/reference/versions.md from what tools/try_version.py found.
-
-Usage: python tools/make_version_docs.py [--check]  (--check: only say whether it is current)
-"""
+"""Write docs/reference/versions.md from what tools/try_version.py found."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from generated import table, write_or_check
-from subsets import COMPOSED, PLUGINS, stack_of
+from subsets import COMPOSED, PLUGINS, short, stack_of
 from torch_features import FEATURES
 from try_version import CUT, FAILED, NOT_RUN, RESULTS, not_fine
+from write_pages import table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "versions.md"
@@ -30,7 +27,7 @@ newer than the tables. `nox -s versions` repeats all trials without a GPU, `nox 
 "versions-3.12(torch='2.13.0')"` one (5 GB with a CUDA build).
 """
 LEGEND = f"""*Subsets* are installed and trained one step: all combinations of
-{", ".join(stack_of((name,)) for name in COMPOSED)}, each other plugin alone, and all.
+{", ".join(map(short, COMPOSED))}, each other plugin alone, and all.
 *Conformance* are the conformance tests of core and each plugin, *suites* (`-- --core --plugins`)
 all tests.
 """
@@ -75,7 +72,7 @@ def run_rows(records: list[Record]) -> Iterator[list[str]]:
 
 def remarks(records: list[Record]) -> Iterator[str]:
     """What was not fine, and why; parts of one trial with the same reason in one line."""
-    every = stack_of(tuple(PLUGINS))  # as earlier trials call it
+    every = stack_of(PLUGINS)  # as earlier trials call it
     for one in records:
         parts: dict[tuple[str, str], list[str]] = {}
         for heading, name, said in not_fine(one):
@@ -128,7 +125,3 @@ def page(records: list[Record]) -> str:
 def files() -> dict[Path, str]:
     """The page, of what was found."""
     return {PAGE: page(json.loads(RESULTS.read_text("utf-8")))}
-
-
-if __name__ == "__main__":
-    write_or_check(files(), "make_version_docs.py")

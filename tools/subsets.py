@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
-
-__all__ = [
-    "COMPOSED",
-    "FOLDERS",
-    "NEUTRAL",
-    "PACKAGES",
-    "PLUGINS",
-    "SUBSETS",
-    "alone",
-    "stack_of",
-    "whole",
-]
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,9 +14,14 @@ PLUGINS = [path.parent.name for path in sorted(ROOT.glob("plugins/*/pyproject.to
 FOLDERS = [f"packages/{name}" for name in PACKAGES] + [f"plugins/{name}" for name in PLUGINS]
 
 
-def stack_of(plugins: tuple[str, ...]) -> str:
+def short(distribution: str) -> str:
+    """The name without what all have in common."""
+    return distribution.removeprefix("polyshard-")
+
+
+def stack_of(plugins: Iterable[str]) -> str:
     """The subset as tests name it: ``core``, ``offload``, ``offload+quantized``, ..."""
-    return "+".join(name.removeprefix("polyshard-") for name in plugins) or "core"
+    return "+".join(map(short, plugins)) or "core"
 
 
 # Tested alone and beside everything, but not in every combination: one that changes how bytes
@@ -41,7 +35,7 @@ SUBSETS = {
     for count in range(len(COMPOSED))
     for names in combinations(COMPOSED, count)
 }
-SUBSETS |= {stack_of((name,)): [name] for name in PLUGINS if name in NEUTRAL}
+SUBSETS |= {short(name): [name] for name in PLUGINS if name in NEUTRAL}
 SUBSETS["all"] = PLUGINS
 
 # Of core's tests, those to which it matters what else is installed.
@@ -52,7 +46,7 @@ CELLS = ("test_composition.py", "test_attempts.py", "test_faults.py", "test_mode
 
 def alone(plugins: list[str]) -> dict[str, list[str]]:
     """What depends on which plugins are installed: paths and options of each run, by its name."""
-    name = stack_of(tuple(plugins))
+    name = stack_of(plugins)
     runs = {}
     if not plugins:
         core = ROOT / "packages" / "polyshard" / "tests"
@@ -72,5 +66,5 @@ def whole(plugins: list[str]) -> list[str]:
         paths += [f"plugins/{plugins[0]}/tests"]
     if not NEUTRAL.intersection(plugins):  # other combinations need plugins that are not there
         paths += [f"integration_tests/{file}" for file in (*CELLS, "test_sim.py")]
-        paths += [f"--stack={stack_of(tuple(plugins))}"]
+        paths += [f"--stack={stack_of(plugins)}"]
     return paths

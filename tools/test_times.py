@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from generated import table
+from write_pages import table
 
 SLOWEST = 15
 ROOMS = 20

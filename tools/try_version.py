@@ -24,7 +24,7 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-from subsets import PLUGINS, SUBSETS
+from subsets import PLUGINS, SUBSETS, short
 from torch_features import FEATURES
 
 ROOT = Path(__file__).parents[1]
@@ -60,8 +60,7 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
     if options.core:
         yield Part("suites", "core", [], pytest("packages/polyshard/tests"))
     for plugin in PLUGINS if options.plugins else ():
-        name = plugin.removeprefix("polyshard-")
-        yield Part("suites", name, [plugin], pytest(f"plugins/{plugin}/tests"))
+        yield Part("suites", short(plugin), [plugin], pytest(f"plugins/{plugin}/tests"))
 
 
 def pytest(*paths: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 One process with transformers alone is the oracle of all of it. With POLYSHARD_RECORD set to
 ``docs/reference/architectures.json`` and ``--thorough`` what is found goes into that file, and by
-``python tools/make_architecture_docs.py`` onto its page.
+``python tools/write_pages.py`` onto its page.
 """
 
 from __future__ import annotations
