@@ -14,6 +14,7 @@ from quantized_models import (
     one_hop,
     plain_sum,
     shard,
+    sum_of_pairs,
     tokens_for,
     train,
     two_hops,
@@ -71,11 +72,10 @@ def test_two_hops_on_a_mesh_with_replicas(rank: int, size: int, hierarchical: bo
     form = Int8Block()
 
     def first_hop_only(terms: list[Tensor]) -> Tensor:
-        pairs = [plain_sum([round_trip(t, form) for t in terms[i : i + 2]]) for i in (0, 2)]
-        return plain_sum(pairs)
+        return sum_of_pairs([round_trip(t, form) for t in terms])
 
     combine = two_hops(form) if hierarchical else first_hop_only
-    expected = Oracle(size, form, combine).train(build(), rank)
+    expected = Oracle(size, form, combine, sum_of_pairs).train(build(), rank)
     plugin = QuantizedComm(gradients=form, hierarchical=hierarchical)
     model = shard(build(), [plugin], mesh=mesh)
     assert train(model, rank) == expected

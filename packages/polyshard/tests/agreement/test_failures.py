@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from toy_models import Model, build, loss_of, shard, tokens_for
 from toy_refusals import refused
 
 from polyshard import MixedPrecisionPolicy, fully_shard, hookimpl
+from polyshard._torch.private import default_store
 from polyshard.errors import PeerError, PlanMismatchError, SettingError
 from polyshard.failures import Part
 from polyshard.sharding.layout import GroupLayout
@@ -143,23 +145,33 @@ def test_a_rank_that_fails_in_a_step_is_quoted_on_the_others() -> None:
         world.close()
 
 
+def await_all(what: str, size: int) -> None:
+    """At the store: a rank that waits in a collective is freed from it when another has failed."""
+    store = default_store()
+    assert store is not None
+    key = f"test/{what}"
+    store.add(key, 1)
+    while store.add(key, 0) < size:
+        time.sleep(0.01)
+
+
 @ranks(2)
 def test_a_failure_that_was_reset_is_forgotten(rank: int, size: int) -> None:
     """A failure that was reset is not quoted again."""
     model: Any = fully_shard(nn.Linear(4, 4))
     x = torch.ones(1, 4)
     model(x).sum().backward()
-    dist.barrier()  # the failure would end this step for a rank that is behind
+    await_all("stepped", size)  # the failure would end this step for a rank that is behind
     with suppress(ZeroDivisionError, PeerError), Part("g"):
         if rank == 1:
             raise ZeroDivisionError("earlier")
-    dist.barrier()
+    await_all("failed", size)
     model.reset_iter_state()
-    dist.barrier()
+    await_all("reset", size)
     if rank == 0:
         with pytest.raises(KeyError), Part("g"):
             raise KeyError("new")  # not a PeerError about rank 1
-    dist.barrier()
+    await_all("failed again", size)
     model.reset_iter_state()
     dist.barrier()
     model(x).sum().backward()
@@ -167,8 +179,6 @@ def test_a_failure_that_was_reset_is_forgotten(rank: int, size: int) -> None:
 
 def one_rank_stays_away(rank: int, size: int) -> None:
     from datetime import timedelta
-
-    from polyshard._torch.private import default_store
 
     store = default_store()
     assert store is not None

@@ -79,16 +79,29 @@ def train(model: nn.Module, rank: int, steps: int = 3, micro_batches: int = 1) -
     return losses
 
 
+def plain_sum(terms: list[Tensor]) -> Tensor:
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def sum_of_pairs(terms: list[Tensor]) -> Tensor:
+    """Pairs of ranks share a replica, and their sums are added."""
+    return plain_sum([plain_sum(terms[i : i + 2]) for i in (0, 2)])
+
+
 @dataclass(frozen=True)
 class Oracle:
     """All ranks' training in one process: plain modules, quantized where a plugin would.
 
-    ``combine`` makes one gradient from those of all ranks.
+    ``combine`` makes one gradient from those of all ranks, and ``plain`` where none is quantized.
     """
 
     world_size: int
     weights: BlockFormat | None
     combine: Callable[[list[Tensor]], Tensor]
+    plain: Callable[[list[Tensor]], Tensor] = plain_sum
     min_numel: int = 4096
 
     def serves(self, value: Tensor) -> bool:
@@ -123,20 +136,13 @@ class Oracle:
                     )
                 for name in gradients[0]:
                     terms = [g[name] for g in gradients]
-                    combine = self.combine if self.serves(terms[0]) else plain_sum
+                    combine = self.combine if self.serves(terms[0]) else self.plain
                     mean = combine(terms) / self.world_size
                     total[name] = total[name] + mean if name in total else mean
             losses.append(mine)
             for name, gradient in total.items():
                 masters[name].add_(gradient, alpha=-0.5)
         return losses
-
-
-def plain_sum(terms: list[Tensor]) -> Tensor:
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    return total
 
 
 def one_hop(form: BlockFormat) -> Callable[[list[Tensor]], Tensor]:
