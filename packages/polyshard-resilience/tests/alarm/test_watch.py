@@ -176,7 +176,7 @@ def test_a_group_that_is_being_destroyed_does_not_end_the_watch(
 
 
 def test_frames_of_a_thread_that_runs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process may end when frame objects are made for frames that another thread is running."""
+    """They are asked for only where it has used no processor time since the last look."""
     asked: list[int] = []
     frames = sys._current_frames
 
@@ -189,20 +189,27 @@ def test_frames_of_a_thread_that_runs_are_left_alone(monkeypatch: pytest.MonkeyP
     thread = watch._Thread()
     found: list[object] = []
 
-    def look() -> None:
+    def look_at_a_runner() -> None:
         for _ in range(4):
             found.append(thread.elsewhere((0, 1)))
-            time.sleep(0.05)
+            while time.clock_gettime(thread._clock) == thread._used:  # others use the processor
+                time.sleep(0.01)
 
     def compute(group: object = None) -> None:
         del group
-        looks = threading.Thread(target=look)
+        looks = threading.Thread(target=look_at_a_runner)
         looks.start()
         while looks.is_alive():
             sum(range(1000))
 
+    def look_at_a_waiter() -> None:
+        end = time.monotonic() + 30.0
+        while found[-1] is None and time.monotonic() < end:
+            time.sleep(0.01)
+            found.append(thread.elsewhere((0, 1)))
+
     def wait(group: object = None) -> None:
-        looks = threading.Thread(target=look)
+        looks = threading.Thread(target=look_at_a_waiter)
         looks.start()
         looks.join()
         assert group is None
