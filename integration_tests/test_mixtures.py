@@ -271,6 +271,7 @@ class Stacked:
 def test_muon_steps_stacked_experts(world4: World, grid: str) -> None:
     found = world4.run(orthogonalized, GRIDS[grid], timeout=200.0)
     alone: Any = MIXTURES["Mixtral"].build()
+    before = {name: value.clone() for name, value in values(alone).items()}
     chosen = found[0][3]
     assert sum("experts" in name for name in chosen) == 4
     rest = [p for n, p in alone.named_parameters() if n not in chosen]
@@ -280,6 +281,13 @@ def test_muon_steps_stacked_experts(world4: World, grid: str) -> None:
     expected = torch.tensor(steps(alone, both, 0, 1, 0))
     losses = torch.tensor(list({place: each for place, each, *_ in found}.values())).mean(0)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    after = values(alone)
     for _, _, weights, names in found:
         assert names == chosen
-        same(weights, values(alone), rtol=0, atol=1e-3)
+        others = after.keys() - set(chosen)
+        same({n: weights[n] for n in others}, {n: after[n] for n in others}, rtol=0, atol=1e-5)
+        for name in chosen:
+            apart, moved = weights[name] - after[name], after[name] - before[name]
+            # Muon rounds gradients to bfloat16, where a last bit may lead to another value, and
+            # then enlarges what is small: 0.08 was seen.
+            assert apart.norm() < 0.15 * moved.norm(), name
