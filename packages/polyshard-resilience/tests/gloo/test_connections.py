@@ -44,7 +44,7 @@ def test_a_cut_ends_all_waits_here_and_there(rank: int, size: int) -> None:
     cut_gloo(connections)
     with pytest.raises(RuntimeError):
         connections.recv([torch.empty(1)], (rank + 1) % size, 5).wait()
-    assert time.monotonic() - begin < 25  # of the 30 that a wait takes without a cut
+    assert time.monotonic() - begin < 10
     total = torch.ones(1)  # the process group is what it was
     dist.all_reduce(total)
     assert total.item() == size

@@ -21,7 +21,6 @@ from trace_runs import WIDTH, events_of, model_of, overlaps, spans, traced, trai
 
 from polyshard import describe, stats
 from polyshard_cli.trace import Trace, TraceError
-from polyshard_cli.trace.clocks.ranks import PATIENCE_SECONDS
 from polyshard_testing import PluginConformance, ranks
 
 
@@ -106,7 +105,7 @@ def test_a_step_that_breaks_off_leaves_a_file(rank: int, size: int, tmp_path: Pa
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         break_off()
-    assert time.monotonic() - begin < PATIENCE_SECONDS / 2, "it waited for clocks"
+    assert time.monotonic() - begin < 10, "it waited for clocks"
     events = events_of(trace.path)
     assert [e["name"] for e in spans(events, "step")] == ["step 0", "step 1"]
     assert spans(events, "step")[1]["args"]["broken"]
