@@ -55,6 +55,7 @@ def test_gallery_modules_are_short_and_public_and_the_page_shows_each() -> None:
 
 
 def test_the_table_of_combinations_is_whole() -> None:
+    assert set(subsets.PLUGINS) >= subsets.NEUTRAL
     assert len(STACKS) == len(set(STACKS)) == 2 ** len(PLUGINS)
     found = {(cell.stack, cell.dtype, cell.feature) for cell in CELLS}
     assert found == set(product(STACKS, DTYPES, FEATURES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -163,17 +164,38 @@ def test_what_publishes_has_an_identity_that_nothing_else_has(workflow: dict[str
     jobs = workflow["jobs"]
     assert workflow["permissions"] == {}
     trusted = [name for name, job in jobs.items() if "id-token" in job["permissions"]]
-    assert trusted == ["rehearse", "publish"]
+    assert {name: jobs[name]["environment"] for name in trusted} == {
+        "rehearse": "testpypi",
+        "publish": "pypi",
+    }
     for name in trusted:
         (publish,) = uses(jobs[name], "pypa/gh-action-pypi-publish")
         assert publish["with"]["attestations"] is True
         assert jobs[name]["permissions"] == {"id-token": "write"}
 
 
+def test_actions_say_which_version_their_commit_is() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    lines = [line for line in text.splitlines() if "uses:" in line]
+    assert lines
+    for line in lines:
+        assert re.search(r"uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+
+
 def test_only_tags_of_versions_start_it(workflow: dict[str, Any]) -> None:
     known = {"name", "permissions", "concurrency", "jobs"}
     (on,) = (value for key, value in workflow.items() if key not in known)  # YAML 1.1: on is True
     assert on == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_issue_forms_have_questions(name: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text("utf-8")
+    questions = yaml.safe_load(text)["body"]
+    identities = [question["id"] for question in questions]
+    assert len(set(identities)) == len(identities) >= 3
+    assert any(question.get("validations", {}).get("required") for question in questions)
 
 
 def test_the_citation_is_of_this_version() -> None:

@@ -86,9 +86,13 @@ def plain_sum(terms: list[Tensor]) -> Tensor:
     return total
 
 
+def of_pairs(terms: list[Tensor]) -> list[Tensor]:
+    """The sum of each replica, which pairs of ranks share."""
+    return [plain_sum(terms[i : i + 2]) for i in (0, 2)]
+
+
 def sum_of_pairs(terms: list[Tensor]) -> Tensor:
-    """Pairs of ranks share a replica, and their sums are added."""
-    return plain_sum([plain_sum(terms[i : i + 2]) for i in (0, 2)])
+    return plain_sum(of_pairs(terms))
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def two_hops(form: BlockFormat) -> Callable[[list[Tensor]], Tensor]:
     """Pairs of ranks share a replica; their sums are quantized again."""
 
     def combine(terms: list[Tensor]) -> Tensor:
-        pairs = [plain_sum([round_trip(t, form) for t in terms[i : i + 2]]) for i in (0, 2)]
+        pairs = of_pairs([round_trip(t, form) for t in terms])
         return plain_sum([round_trip(p, form) for p in pairs])
 
     return combine
