@@ -24,7 +24,7 @@ from polyshard import transport
 from polyshard_cli.migrate.terms.catalog import GUIDES
 from polyshard_cli.migrate.terms.term import Verdict
 from try_version import RESULTS
-from write_pages import MAKERS, files_of
+from write_pages import MAKERS, files_of, page_with
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +33,15 @@ ROOT = Path(__file__).parents[2]
 def test_pages_are_current(maker: str) -> None:
     for path, text in files_of(maker).items():
         assert path.read_text("utf-8") == text, "run python tools/write_pages.py"
+
+
+def test_parts_of_a_page_are_replaced_and_one_that_it_lacks_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("by hand\n<!-- a -->\nold\n<!-- end -->\nby hand\n<!-- b -->\n<!-- end -->\n")
+    expected = "by hand\n<!-- a -->\nnew\n<!-- end -->\nby hand\n<!-- b -->\n1\n2\n<!-- end -->\n"
+    assert page_with(page, a="new\n", b="1\n2") == {page: expected}
+    with pytest.raises(LookupError, match=r"page.md has no line <!-- c -->"):
+        page_with(page, a="new", c="newer")
 
 
 def test_gallery_modules_are_short_and_public_and_the_page_shows_each() -> None:
@@ -107,7 +116,7 @@ def test_every_room_is_on_a_floor_and_imports_go_down() -> None:
 
 
 def test_every_public_name_of_transports_is_on_its_page() -> None:
-    text = make_hook_docs.transport_page()
+    text = make_hook_docs.files()[make_hook_docs.TRANSPORT_PAGE]
     for name in transport.__all__:
         kind = getattr(transport, name)
         assert (f"\n## {name}\n" if inspect.isclass(kind) else f"`{name}(") in text, name
@@ -116,7 +125,8 @@ def test_every_public_name_of_transports_is_on_its_page() -> None:
 
 def test_every_term_of_migration_is_in_a_row_of_three_cells() -> None:
     assert set(make_migration_docs.WORDS) == set(Verdict)
-    rows = [line for line in make_migration_docs.page().splitlines() if line.startswith("| `")]
+    (page,) = make_migration_docs.files().values()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert all(row.count(" | ") == 2 for row in rows), "a cell holds a bar"
     named = [name for row in rows for name in row.strip("| ").split(" | ")[0].split(", ")]
     terms = [term for guide in GUIDES for table in guide.tables for term in table.terms]
@@ -131,6 +141,9 @@ def test_the_page_of_versions_has_those_that_are_supported() -> None:
     noxfile = (ROOT / "noxfile.py").read_text("utf-8")
     (named,) = re.findall(r"^TORCHES = \((.*)\)$", noxfile, re.M)
     assert tuple(re.findall(r'"(\d+\.\d+)\.', named)) == torches
+    assert ", ".join(map(subsets.short, subsets.COMPOSED)) in make_version_docs.PAGE.read_text(
+        "utf-8"
+    )
     (pythons,) = re.findall(r"^PYTHONS = \((.*)\)$", noxfile, re.M)
     assert tuple(re.findall(r'"([\d.]+)"', pythons)) == make_version_docs.PYTHONS
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import try_version
-from make_version_docs import cell, page
+from make_version_docs import cell, what_was_run
 from subsets import PLUGINS, SUBSETS
 from try_version import conformance_files, is_fine, parts, store, summary
 
@@ -60,7 +60,9 @@ def test_the_page_tells_failures_and_what_was_not_run() -> None:
         conformance={"core": "12 passed, 1 skipped"},
         suites={"core": "not run: the trial was stopped"},
     )
-    text = page([fine, record("2.15.0", "3.12.1", install="failed: no matching distribution")])
+    text = what_was_run(
+        [fine, record("2.15.0", "3.12.1", install="failed: no matching distribution")]
+    )
     assert "| ✘ 1 of 2 | ✔ 1 of 1, 12 tests | – 0 of 1 | not run |" in text
     assert "Python 3.11.7, smoke (offload): failed: no &#124; module\n" in text
     assert "Python 3.11.7, suites (core): not run: the trial was stopped\n" in text

@@ -111,9 +111,9 @@ def test_answers_to_a_new_row_are_checked() -> None:
 
 @pytest.mark.usefixtures("new_row")
 def test_a_new_row_is_in_the_reference() -> None:
-    from make_hook_docs import hook_page
+    from make_hook_docs import PAGE, files
 
-    page = hook_page()
+    page = files()[PAGE]
     assert "| gradient landing | [polyshard_landing](#polyshard_landing) | [Landing]" in page
     assert "## polyshard_landing\n\n`polyshard_landing(group)`" in page
 
