@@ -7,6 +7,8 @@ import importlib.util
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +119,14 @@ def crash_on_one(rank: int, size: int) -> None:
         ctypes.string_at(0)
 
 
+def crash_in_a_native_thread(rank: int, size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    length_of = ctypes.cast(libc.strlen, ctypes.c_void_p)
+    libc.pthread_create(ctypes.byref(thread), None, length_of, ctypes.c_void_p(8))
+    time.sleep(60)
+
+
 def process(rank: int, size: int) -> int:
     return os.getpid()
 
@@ -141,6 +151,30 @@ def test_failures_are_reported_and_the_world_starts_anew() -> None:
             world.run(crash_on_one)
     finally:
         world.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch shows native stacks on Linux")
+def test_a_native_thread_that_crashes_shows_its_stack() -> None:
+    """Python knows no frames of it, so torch writes those of all threads to stderr."""
+    script = (
+        "from polyshard_testing import World\n"
+        "from test_world import crash_in_a_native_thread\n"
+        "World(1).run(crash_in_a_native_thread)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    stacks = [
+        each for each in done.stderr.split("SIGSEGV(11), ")[1:] if "fatalSignalHandler" in each
+    ]
+    (crashed,) = stacks
+    assert "libc.so" in crashed
+    assert "python frames" not in crashed
+    assert "without an answer (SIGSEGV)" in done.stderr
 
 
 def test_a_rank_that_ends_between_calls_is_told_of() -> None:

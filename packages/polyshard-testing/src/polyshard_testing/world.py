@@ -329,6 +329,8 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     stacks = _stacks_of(Path(given.folder), rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
+    if sys.platform == "linux":  # a crash of a native thread has no Python frames: on stderr
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     dist.init_process_group(
         _backend_for(given),
