@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from toy_meeting import await_all
 from toy_models import build, full
 from toy_runs import Job, assert_equal, whole
 
@@ -54,7 +54,7 @@ def train_and_kill(rank: int, size: int, folder: str, kind: str) -> None:
     state = [full(v) for s in job.optimizer.state.values() for v in s.values() if v.ndim]
     if rank == 0:
         torch.save((weights, state), f"{folder}/wanted.pt")
-    dist.barrier()
+    await_all("saved", size)
     if rank == DEAD:
         os.kill(os.getpid(), signal.SIGKILL)
     checkpoints = Checkpoints(f"{folder}/run")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from toy_attempts import failure, raising
+from toy_meeting import await_all
 from toy_models import build, loss_of, shard, tokens_for
 from toy_runs import assert_equal, whole
 
@@ -307,7 +308,7 @@ def one_rank_dies(rank: int, size: int, place: str) -> None:
     """The last rank kills itself in the third step."""
     job = Job(rank)
     before = job.train(2)
-    dist.barrier()
+    await_all("trained", size)
     if rank == size - 1:
         job.place, job.raises = place, lambda: os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()

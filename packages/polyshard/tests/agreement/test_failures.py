@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 from toy_codecs import BytesGather, Codecs, GatherFactory
+from toy_meeting import await_all
 from toy_models import Model, build, loss_of, shard, tokens_for
 from toy_refusals import refused
 
@@ -143,16 +143,6 @@ def test_a_rank_that_fails_in_a_step_is_quoted_on_the_others() -> None:
         world.run(one_rank_fails_in_a_step, timeout=60.0)
     finally:
         world.close()
-
-
-def await_all(what: str, size: int) -> None:
-    """At the store: a rank that waits in a collective is freed from it when another has failed."""
-    store = default_store()
-    assert store is not None
-    key = f"test/{what}"
-    store.add(key, 1)
-    while store.add(key, 0) < size:
-        time.sleep(0.01)
 
 
 @ranks(2)
