@@ -23,7 +23,7 @@ from polyshard_resilience.alarm.watch import Watch
 KEY = "wire:1"
 SECONDS = 2.0
 """To look, far more than it takes; where something is to come about, PATIENT_SECONDS."""
-PATIENT_SECONDS = 60.0
+PATIENT_SECONDS = 30.0
 
 
 def is_rung(alarm: Alarm) -> bool:
