@@ -166,7 +166,7 @@ class AlarmHandler(FailureHandler):
         else:
             alarm.look()
             if alarm.report is None and alarm.board is not None:
-                alarm.look_at_processes(alarm.board.ranks)
+                alarm.look_at_processes(alarm.expected(alarm.board.ranks))
             if alarm.report is None:
                 text = f"rank {alarm.rank} failed in its backward, when it had reached '{unit}'"
                 alarm.ring(Report(alarm.rank, Cause.RAISED, text, is_whole=False))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,20 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from toy_meeting import await_all
 
 from polyshard import fully_shard
 from polyshard._torch.gloo import backend_on_cpu
 from polyshard.errors import PeerError
+from polyshard_resilience.alarm.peers import Roll
 from polyshard_testing import World, ranks
+from polyshard_testing.world import RankError
 
 WIDTH = 8
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (60 s)."""
+LATE_SECONDS = 3.0
+"""More than ranks wait for others that recover."""
 HEARD_SECONDS = 0.5
 """After which every rank has heard of a failure."""
 
@@ -128,6 +136,31 @@ def fail_out_of_step(rank: int, size: int) -> None:
         works(model, mesh, expected)
 
 
+def one_dies_and_one_is_late(rank: int, size: int) -> None:
+    """Ranks 0 and 2 have repaired their group, and rank 2 asks who is left, before rank 1 comes."""
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build(mesh)
+    train(model)
+    await_all("trained", size)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    stand = partial(dist.all_reduce, torch.ones(1), group=mesh["tp"].get_group())
+    with pytest.raises(RuntimeError):  # rank 0 waits for rank 1 alone, and has to cut its groups
+        stand() if rank == 0 else train(model)
+    if rank == 1:
+        time.sleep(LATE_SECONDS)
+    model.reset_iter_state()
+    absent = Roll(range(size)).call()
+    assert absent is not None
+    assert absent.said.keys() == {3}
+    await_all("repaired", size - 1)
+    for other, axis in {1: "tp", 2: "dp"}.items():
+        if rank in (0, other):
+            total = torch.ones(1)
+            dist.all_reduce(total, group=mesh[axis].get_group())
+            assert total.item() == 2
+
+
 def run_alone(function: Any, *args: str) -> None:
     """On ranks with few process groups to mend."""
     world = World(4)
@@ -149,6 +182,13 @@ def test_a_collective_of_the_model(phase: str) -> None:
 
 def test_a_collective_that_nobody_waits_for() -> None:
     run_alone(fail_out_of_step)
+
+
+def test_a_survivor_that_is_late() -> None:
+    with pytest.raises(RankError) as caught:
+        run_alone(one_dies_and_one_is_late)
+    assert str(caught.value).count("--- rank") == 1, str(caught.value)
+    assert "the process ended without an answer" in str(caught.value)
 
 
 @ranks(2)

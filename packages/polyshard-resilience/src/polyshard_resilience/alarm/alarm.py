@@ -115,6 +115,8 @@ class Alarm:
         """Outermost forwards so far."""
         self.gone: dict[int, Report] = {}
         """Ranks that will not come back, and what is known of them."""
+        self.told: set[int] = set()
+        """Those of them of which all ranks were told."""
         self.connections: dict[object, Connections] = {}
         self.mending: dict[str, object] = {}
         """What process groups were mended with, by their names: not the alarm's to cut."""
@@ -250,6 +252,7 @@ class Alarm:
                 self.report, self.is_seen = report, False
                 if report.cause is Cause.GONE and report.rank != self.rank:
                     self.gone[report.rank] = report
+                    self.told.add(report.rank)
             devices, cuts = on_devices(), self._cuts
             if devices:
                 self.courier.tell(lambda store: cuts.aborted(store, devices))
@@ -319,11 +322,19 @@ class Alarm:
             self.look_at_processes(self.board.ranks if peer is None else (peer,))
             if self.report is not None:
                 return self.report
-        self.look_at_processes(self.board.ranks)
+        self.look_at_processes(self.expected(self.board.ranks))
         is_there = peer is not None and self.register.is_running(peer)
         return self.report or self.ring(unexplained(peer, error, is_there=is_there))
 
     # Processes --------------------------------------------------------------------------------
+
+    def expected(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that not all ranks know to be gone.
+
+        In a later epoch, only a rank that waits for one that is gone says so again: the others
+        may be repairing their groups.
+        """
+        return [rank for rank in ranks if rank not in self.told]
 
     def look_at_processes(self, ranks: Iterable[int]) -> None:
         """Ring for the first of ``ranks`` in sight whose process ended or was stopped, if any."""

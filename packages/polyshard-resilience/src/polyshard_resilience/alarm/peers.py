@@ -57,6 +57,7 @@ def lost(said: Mapping[int, str]) -> None:
     for rank, text in said.items():
         if rank not in (NOBODY, alarm.rank):
             alarm.gone.setdefault(rank, Report(rank, Cause.GONE, text))
+            alarm.told.add(rank)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Roll:
             return None
         alarm.look()
         alarm.register.read_host()
-        alarm.look_at_processes(self.ranks)
+        alarm.look_at_processes(alarm.expected(self.ranks))
         found = {r: alarm.gone[r] for r in self.ranks if r in alarm.gone}
         for rank in alarm.register.in_sight(self.ranks):
             if rank not in found and rank != alarm.rank:

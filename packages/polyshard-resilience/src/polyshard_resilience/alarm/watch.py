@@ -125,7 +125,7 @@ class Watch:
     def _elsewhere(self) -> _Elsewhere | None:
         """What the main thread waits for outside of the engine. See [Note: waits for a device]."""
         if on_devices():
-            return _Elsewhere(self._board.ranks, self._alarm.parts)
+            return _Elsewhere(tuple(self._alarm.expected(self._board.ranks)), self._alarm.parts)
         return self._main.elsewhere(self._board.ranks)
 
     # A long wait ------------------------------------------------------------------------------
@@ -201,14 +201,15 @@ class Watch:
 
     def _suspect_store(self) -> None:
         """The store does not answer: the process that keeps it may be a rank's."""
-        self._alarm.look_at_processes(self._alarm.register.near(self._board.ranks))
-        if self._alarm.report is None and self._store_silence > SILENCE_SECONDS:
+        alarm = self._alarm
+        alarm.look_at_processes(alarm.register.near(alarm.expected(self._board.ranks)))
+        if alarm.report is None and self._store_silence > SILENCE_SECONDS:
             text = (
                 f"the store of the process group has not answered rank {self._board.rank} for "
                 f"{SILENCE_SECONDS:.0f} s: the process that keeps it was stopped, or its host is "
                 "down or cut off"
             )
-            self._alarm.ring(Report(NOBODY, Cause.GONE, text))
+            alarm.ring(Report(NOBODY, Cause.GONE, text))
 
     # Elsewhere --------------------------------------------------------------------------------
 
