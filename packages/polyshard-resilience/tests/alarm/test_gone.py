@@ -40,7 +40,8 @@ def alarm() -> Iterator[Alarm]:
         process = replace(Process.own(), pid=child.pid, started=_stat(child.pid)[1])
         entries = f"1 {Process.own().encode()}\n{GONE} {process.encode()}\n"
         made.courier.ask(lambda at: at.append(made.register._host, entries), PATIENT_SECONDS)  # type: ignore[attr-defined]
-        made.register.read_host()
+        while GONE not in made.register.known:  # the store may be slow to answer
+            made.register.read_host()
         made.look_at_processes((1, GONE))
         assert made.report is None
         child.kill()
