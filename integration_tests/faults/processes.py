@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from toy_meeting import await_all
+
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -171,6 +173,7 @@ def _serve(job: Job, pipe: Connection) -> None:
     dist.init_process_group(
         BACKENDS[job.device], store=store, rank=job.rank, world_size=job.size, timeout=timeout
     )
+    await_all("joined", job.size)  # a rank that dies earlier ends the others, which still connect
     torch.manual_seed(0)
     code = 0
     try:
