@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+from toy_meeting import await_all
 
 from fault_table import TIMEOUT_SECONDS
 from faults.model import PLACES, Injection, Purpose, Training
@@ -65,7 +65,7 @@ def _endure(rank: int, size: int, count: int, seed: int) -> list[_Heard]:
         injection = Injection.draw(seed, number, size, PLACES)
         if injection.rank == rank:
             training.prepare(injection)
-        dist.barrier()  # ranks fail in the same step
+        await_all("recovered", size)  # ranks fail in the same step
         error = _step_until_error(training)
         at = time.monotonic()
         failed = moments[-1] if injection.rank == rank else 0.0

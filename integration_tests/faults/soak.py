@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from sharded import digest, whole
+from toy_meeting import await_all
 
 from fault_table import TIMEOUT_SECONDS
 from faults.model import Injection, Purpose, Training
@@ -109,7 +110,7 @@ def _fail(training: Training, injection: Injection, step: int) -> bool:
 
 def _sample(step: int) -> Sample:
     gc.collect()
-    dist.barrier()  # nobody is in the middle of anything
+    await_all("sampled", dist.get_world_size())  # none is in the middle of anything
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     store: Any = dist.distributed_c10d._get_default_store()
     return Sample(

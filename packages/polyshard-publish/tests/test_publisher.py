@@ -10,6 +10,7 @@ import torch
 from publish_runs import full, receiving, rounded, same_bits, small, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_meeting import await_all
 from toy_tensors import Nibbles
 
 from polyshard import fully_shard
@@ -221,6 +222,7 @@ def loses_a_rank(rank: int, size: int, address: str) -> str:
     fully_shard(model)
     publisher = Publisher(model, to=address)
     publisher.publish(1)
+    await_all("published", size)
     if rank == 1:
         import os
 

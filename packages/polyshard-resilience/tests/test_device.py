@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from toy_attempts import failure, raising
+from toy_meeting import await_all
 from toy_models import Branches, build, loss_of, shard, tokens_for
 
 import polyshard
@@ -362,6 +363,7 @@ def test_steps_that_fail_are_as_if_skipped(worlds: dict[int, Any], steps: int) -
 def killed(rank: int, size: int) -> None:
     job = Job(rank)
     job.step(0)
+    await_all("stepped", size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

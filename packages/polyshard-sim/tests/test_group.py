@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from toy_meeting import await_all
 
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_sim.testing import MODES, run, sim
@@ -292,6 +293,7 @@ def killed(rank: int, size: int) -> None:
     x = torch.ones(2, device="sim")
     dist.all_reduce(x)
     sim().synchronize()
+    await_all("summed", size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(x, async_op=True)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from toy_codecs import Codecs
+from toy_meeting import await_all
 
 from polyshard import Observer, fully_shard, hookimpl
 from polyshard.agreement import meeting
@@ -176,7 +177,7 @@ def test_replicas(rank: int, size: int) -> None:
     )
     model = build(mesh=mesh)
     model(inputs()).sum().backward()
-    dist.barrier()  # a failure in the next step would end this one for ranks behind
+    await_all("stepped", size)  # a failure in the next step would end this one for ranks behind
     if rank == 1:
         model[1].in_backward = fail
     kind, pattern = (ArithmeticError, "") if rank == 1 else (PeerError, "rank 1 failed in its back")

@@ -84,7 +84,7 @@ def train(model: Any) -> Tensor:
     loss.backward()
     norm = torch.stack([p.grad.to_local().square().sum() for p in model.parameters()]).sum()
     model.zero_grad()
-    dist.barrier()  # a rank that fails in the next step would end this one for those behind
+    dist.barrier()
     return torch.stack([loss.detach(), norm])
 
 
@@ -97,12 +97,14 @@ def works(model: Any, mesh: DeviceMesh, expected: Tensor) -> None:
         assert total.item() == dist.get_world_size(group)
     dist.barrier()
     torch.testing.assert_close(train(model), expected, rtol=0, atol=0)
+    await_all("works", dist.get_world_size())
 
 
 def fail_and_mend(rank: int, size: int, phase: str) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(mesh)
     expected = train(model)
+    await_all("trained", size)  # a failure in the next step would end this one for ranks behind
     for again, layer in enumerate(model):
         broken = rank == (again + 1) % size
         layer.raises = phase if broken else ""
@@ -126,6 +128,7 @@ def fail_out_of_step(rank: int, size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(mesh)
     expected = train(model)
+    await_all("trained", size)  # a failure in the next step would end this one for ranks behind
     for _ in range(2):
         model[1].raises = {0: "forward", 1: "elsewhere"}.get(rank, "")
         with pytest.raises(ArithmeticError if rank == 0 else PeerError):
@@ -210,6 +213,7 @@ def mend_and_destroy(rank: int, size: int) -> int:
     groups = [mesh[name].get_group() for name in ("dp", "tp")]
     model = build(mesh)
     expected = train(model)
+    await_all("trained", size)  # a failure in the next step would end this one for ranks behind
     if rank == 1:
         model[0].raises = "forward"
     with pytest.raises(RuntimeError if rank != 1 else ArithmeticError):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from toy_codecs import BytesGather, Codecs, GatherFactory, OtherCodec
+from toy_meeting import await_all
 from toy_models import build, loss_of, shard, tokens_for
 
 from polyshard import describe, fully_shard, hookimpl
@@ -316,7 +317,7 @@ def test_a_plan_that_cannot_be_made_is_heard_of(rank: int, size: int) -> None:
             break
         except (OSError, PlanMismatchError) as error:
             refusals.append(str(error))
-            dist.barrier()  # a rank that starts again at once would be waited for
+            await_all("refused", size)  # a rank that starts again at once would be waited for
     loss.backward()
     own, others = "no room to bind", "rank 1 failed while planning: OSError: no room to bind"
     whose = "raised by plugin 'codecs' (1.2) in BrittleFactory.bind, its gather codec for group"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from toy_meeting import await_all
 from toy_observers import Watching
 from toy_storage import Away, AwayFactory
 
@@ -73,7 +74,8 @@ class Failing(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
-            dist.barrier()  # a rank that is behind would hear of this before it gets here
+            # a rank that is behind would hear of this before it gets here
+            await_all("in forward", dist.get_world_size())
             raise ValueError("on purpose")
         return super().forward(x)
 
@@ -135,7 +137,7 @@ def test_what_is_broken_off_is_told(rank: int, size: int) -> None:
     assert ("broken",) not in whole
 
     def fail(gradient: Tensor) -> None:
-        dist.barrier()
+        await_all("in backward", size)
         raise ValueError("on purpose")
 
     plugin.heard.clear()

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from toy_meeting import await_all
 from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 from toy_units import states
 
@@ -488,7 +488,8 @@ def test_double_backward_is_refused(rank: int, size: int) -> None:
     x = torch.ones(1, 3, requires_grad=True)
     with raises_in_step(UnsupportedError, r"create_graph=True.*cannot be differentiated"):
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    dist.barrier()  # a rank that has not come so far would be told that another gave its step up
+    # a rank that has not come so far would be told that another gave its step up
+    await_all("refused", size)
     model.reset_iter_state()
     model(x).sum().backward()
     assert model.weight.grad is not None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from toy_meeting import await_all
 from toy_models import full
 from toy_twins import linear, pair, same_gradients, two_of
 from typing_extensions import override
@@ -382,7 +383,7 @@ def test_memory_of_a_transfer_that_failed_is_not_given_away(rank: int, size: int
 
         def wait() -> None:
             whole()
-            dist.barrier()  # no rank is told of another's failure before it has its own
+            await_all("gathered", size)  # none is told of another's failure before it has its own
             Torn().wait()
 
         works.wait = wait

@@ -8,13 +8,15 @@ from polyshard._torch.private import default_store
 
 
 def await_all(what: str, size: int) -> None:
-    """At the store: a rank that waits in a collective is freed from it when another has failed.
+    """Return when all ranks have come, as often as each has: before a rank fails or dies.
 
-    Groups of such a rank are broken then. ``what`` is met for once in a world.
+    At the store: ranks leave a collective one by one, and one that is still in it is freed from
+    it with an error when another has failed. Groups of such a rank are broken then.
     """
     store = default_store()
     assert store is not None
     key = f"test/{what}"
-    store.add(key, 1)
-    while store.add(key, 0) < size:
+    come = store.add(key, 1)
+    awaited = -(-come // size) * size
+    while store.add(key, 0) < awaited:
         time.sleep(0.01)

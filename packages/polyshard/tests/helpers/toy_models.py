@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from toy_meeting import await_all
 
 import polyshard
 
@@ -87,7 +88,7 @@ def reset_together(model: Any) -> None:
 
     One that resets in mid-step tells ranks that are still in it: they would raise.
     """
-    dist.barrier()
+    await_all("reset", dist.get_world_size())
     model.reset_iter_state()
 
 

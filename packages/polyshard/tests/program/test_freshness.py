@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from toy_codecs import GatherFactory, Keeping
+from toy_meeting import await_all
 from toy_storage import EagerPlugin
 from toy_tensors import OldForm
 
@@ -538,7 +539,8 @@ def test_other_optimizers_and_ends_of_iterations(rank: int, size: int) -> None:
         announce_by_last(model.module, False)
 
     def gather_by_hand() -> None:
-        dist.barrier()  # a rank still in its backward would hear that the other gave its step up
+        # a rank still in its backward would hear that the other gave its step up
+        await_all("compared", dist.get_world_size())
         model.module.reset_iter_state()
         for module in (model.module, *model.module.layers):
             module.unshard()

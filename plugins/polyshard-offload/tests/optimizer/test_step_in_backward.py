@@ -21,6 +21,7 @@ from offload_toys import (
     wrapped,
 )
 from torch import nn
+from toy_meeting import await_all
 from toy_models import loss_of
 
 from polyshard import clip_grad_norm_, fully_shard
@@ -150,7 +151,8 @@ def test_sums_over_reductions_are_refused(rank: int, size: int, tmp_path: Path) 
 def test_settings_changed_before_the_step_are_refused(rank: int, size: int, tmp_path: Path) -> None:
     path = str(tmp_path)
     _, optimizer = trained(rank, path)
-    dist.barrier()  # a rank still in its backward would be told there of another's refusal
+    # a rank still in its backward would be told there of another's refusal
+    await_all("trained", size)
     optimizer.param_groups[0]["lr"] = 0.5
     with raises_in_step(OffloadError, r"'lr' of parameter group 0 was changed from 0\.01"):
         optimizer.step()
@@ -168,7 +170,7 @@ class Broken(nn.Module):
 
     def _backward(self, gradient: torch.Tensor) -> torch.Tensor:
         if self.fails:
-            dist.barrier()
+            await_all("in backward", dist.get_world_size())
             raise RuntimeError("broken on purpose")
         return gradient
 
