@@ -141,7 +141,7 @@ def test_failures_are_reported_and_the_world_starts_anew() -> None:
             RankError,
             match=r"(?s)ranks \[1\] did not answer within \d+ s.*rank 1 stood here.*hang_on_one",
         ):
-            world.run(hang_on_one, timeout=1.0)
+            world.run(hang_on_one, timeout=4.0)
         with pytest.raises(RankError, match=r"(?s)rank 1.*ended without an answer"):
             world.run(die_on_one)
         assert world.run(total, 0) == [1, 1]

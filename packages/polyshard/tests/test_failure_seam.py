@@ -21,7 +21,8 @@ from polyshard import failures
 from polyshard.errors import PlanMismatchError
 from polyshard_testing import ranks
 
-SECONDS = 2.0
+SECONDS = 6.0
+"""Of a process group: to connect, and for every transfer."""
 
 
 def core_alone() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 
 from polyshard.agreement.board import Board
@@ -13,6 +14,7 @@ from polyshard_resilience.alarm.cuts import KEPT, NOTHING_BROKEN, Cuts
 from polyshard_resilience.alarm.reports import Cause, Report
 
 LATE_SECONDS = 0.3
+PATIENT_SECONDS = 30.0
 
 
 def test_who_has_cut_and_who_has_mended() -> None:
@@ -57,7 +59,10 @@ def test_what_was_compared_is_forgotten() -> None:
     assert store.num_keys() <= 2 * (KEPT + 1)
 
 
-def test_those_who_recover_wait_until_all_have_come_to_their_epoch() -> None:
+def test_those_who_recover_wait_until_all_have_come_to_their_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("polyshard_resilience.alarm.alarm.ACCOUNT_SECONDS", PATIENT_SECONDS)
     store = dist.HashStore()
     failed, other = (Alarm(Board(store, "alarm", rank, (0, 1))) for rank in range(2))
     for alarm in (failed, other):
