@@ -101,6 +101,7 @@ def in_a_step(rank: int, size: int) -> None:
     expected, job = undisturbed(rank), Job(rank)
     job.step(0)
     before = job.weights()
+    await_all("stepped", size)
     if rank == size - 1:
         broken(job, ValueError("deliberate"))
     else:
@@ -113,14 +114,13 @@ def while_synchronizing(rank: int, size: int) -> None:
     """The host is held by the device, in an evaluation that no call of the engine follows."""
     expected, job = undisturbed(rank), Job(rank)
     job.step(0)
-    on_the_host = dist.new_group(backend="gloo")
     if rank == size - 1:
-        dist.barrier(on_the_host)
+        await_all("launched", size)
         broken(job, ValueError("deliberate"))
     else:
         with torch.no_grad():
             loss = job.loss(1)
-        dist.barrier(on_the_host)  # nobody hears of it while this is launched
+        await_all("launched", size)  # nobody hears of it while this is launched
         begin = time.monotonic()
         for wait in (loss.item, torch.accelerator.synchronize):
             wait()  # of no value, but it ends

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
+from toy_meeting import await_all
 from toy_models import Model, assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 from polyshard import fully_shard
@@ -250,6 +251,7 @@ def test_functional_call_with_full_parameters_is_refused(rank: int, size: int) -
     model: Any = shard(build(**SMALL), fully_shard)
     whole = {name: full(value) for name, value in model.named_parameters()}
     arguments = (model, whole, (tokens_for(0, rank),))
+    await_all("gathered", size)  # the refusal would end this for a rank that is behind
     with raises_in_step(ModuleError, "not a DTensor.*Load sharded values"):
         torch.func.functional_call(*arguments)
     loss_of(model, tokens_for(0, rank)).backward()
