@@ -43,6 +43,10 @@ PATIENCE_SECONDS = 0.3
 """How long a rank that waits at the store waits before it looks at processes."""
 LOOK_SECONDS = 0.1
 """How often it does."""
+QUOTE_SECONDS = 5.0
+"""How long others wait for the exception of a backward; far longer than it takes."""
+MAY_QUOTE_SECONDS = 0.3
+"""The same where only a reset may quote it: autograd was called from no Python frame at hand."""
 
 
 def enable() -> None:
@@ -169,7 +173,9 @@ class AlarmHandler(FailureHandler):
                 alarm.look_at_processes(alarm.expected(alarm.board.ranks))
             if alarm.report is None:
                 text = f"rank {alarm.rank} failed in its backward, when it had reached '{unit}'"
-                alarm.ring(Report(alarm.rank, Cause.RAISED, text, is_whole=False))
+                will_quote = _can_ask(caller) or sys.exc_info()[1]  # which a reset quotes
+                seconds = QUOTE_SECONDS if will_quote else MAY_QUOTE_SECONDS
+                alarm.ring(Report(alarm.rank, Cause.RAISED, text, seconds))
             _Quote(alarm).expect(caller)
         alarm.see()
 
@@ -244,6 +250,11 @@ class _InVain:
         return None
 
 
+def _can_ask(frame: FrameType | None) -> bool:
+    """Whether ``frame`` can tell of an exception; a debugger, which sees it itself, is left."""
+    return frame is not None and sys.gettrace() is None
+
+
 class _Quote:
     """Adds the exception to the report, or the report to the exception.
 
@@ -256,7 +267,7 @@ class _Quote:
 
     def expect(self, frame: FrameType | None) -> None:
         """Have ``frame``, which called autograd, tell when the exception gets there."""
-        if frame is not None and sys.gettrace() is None:  # a debugger sees it itself
+        if frame is not None and _can_ask(frame):
             frame.f_trace = self._trace
             sys.settrace(self._trace)
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from toy_meeting import await_all
 from polyshard import Observer, fully_shard, hookimpl
 from polyshard.agreement import meeting
 from polyshard.errors import ControlFlowError, PeerError
+from polyshard_resilience import handler
+from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.current import current_alarm
 from polyshard_testing import ranks
 
@@ -124,8 +127,27 @@ def test_an_exception_in_forward_of_three(rank: int, size: int) -> None:
 )
 @ranks(2)
 def test_an_exception_in_backward_is_quoted_too(rank: int, size: int) -> None:
+    """Others wait for the rank to quote it, which takes a second here."""
+    add_detail = Alarm.add_detail
+
+    def slowly(alarm: Alarm, error: BaseException) -> None:
+        time.sleep(1.0)
+        add_detail(alarm, error)
+
     pattern = r"rank 1 failed in its backward, when it had reached '3': ArithmeticError: on purpose"
-    recovers(breaks_backward, pattern, rank)
+    with mock.patch.object(Alarm, "add_detail", slowly):
+        recovers(breaks_backward, pattern, rank)
+
+
+@ranks(2)
+def test_a_quotation_that_may_not_come_is_hardly_waited_for(rank: int, size: int) -> None:
+    """Autograd was called from no Python frame, as in the thread that a device has."""
+
+    with (
+        mock.patch.object(handler, "_can_ask", return_value=False),
+        mock.patch.object(handler, "QUOTE_SECONDS", 2 * PATIENT_SECONDS),
+    ):
+        recovers(breaks_backward, "when it had reached '3'[.] Fix", rank)
 
 
 @ranks(2)

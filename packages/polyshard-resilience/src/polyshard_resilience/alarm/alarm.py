@@ -51,8 +51,6 @@ LOOKS_FOR_OLD = 8
 """How often a rank looks for a report; more seldom where very many share one store."""
 EXPLAIN_SECONDS = 0.5
 """How long a rank whose connection broke waits for somebody to say why."""
-DETAIL_SECONDS = 0.3
-"""How long it then waits for the exception to be quoted."""
 ACCOUNT_SECONDS = 2.0
 """How long a rank that recovers waits for others to do so."""
 LEAVING = (SystemExit, KeyboardInterrupt)
@@ -225,7 +223,12 @@ class Alarm:
     def add_detail(self, error: BaseException) -> None:
         """Quote ``error``, if this rank's own report lacks the exception."""
         report = self.report
-        if self.board is None or report is None or report.rank != self.rank or report.is_whole:
+        if (
+            self.board is None
+            or report is None
+            or report.rank != self.rank
+            or not report.quotes_within
+        ):
             return
         self.report = report.with_detail(said_of(error))
         key, text = self._epochs.detail(self.epoch), said_of(error)
@@ -303,10 +306,10 @@ class Alarm:
     def _with_detail(self) -> Report:
         report = self.report
         assert report is not None
-        if report.is_whole or self.board is None:
+        if not report.quotes_within or self.board is None:
             return report
         key = self._epochs.detail(self.epoch)
-        for _ in _moments(DETAIL_SECONDS):
+        for _ in _moments(report.quotes_within):
             detail = self.courier.look(key)
             if detail is not None:
                 self.report = report.with_detail(detail)

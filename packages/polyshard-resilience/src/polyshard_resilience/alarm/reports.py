@@ -49,8 +49,8 @@ class Report:
     cause: Cause
     text: str
     """What follows "because"."""
-    is_whole: bool = True
-    """Whether the exception itself is quoted; else the rank may add it a moment later."""
+    quotes_within: float = 0.0
+    """Seconds that others wait for the rank to add the exception, which has to leave autograd."""
 
     @property
     def said(self) -> str:
@@ -69,17 +69,17 @@ class Report:
 
     def encode(self) -> str:
         """As text for other ranks."""
-        return json.dumps([self.rank, self.cause.value, self.text, self.is_whole])
+        return json.dumps([self.rank, self.cause.value, self.text, self.quotes_within])
 
     @classmethod
     def decode(cls, text: str) -> Report:
         """From what :meth:`encode` returned."""
-        rank, cause, words, is_whole = json.loads(text)
-        return cls(rank, Cause(cause), words, is_whole)
+        rank, cause, words, quotes_within = json.loads(text)
+        return cls(rank, Cause(cause), words, quotes_within)
 
     def with_detail(self, detail: str) -> Report:
         """The same, with the exception quoted."""
-        return replace(self, text=f"{self.text}: {detail}", is_whole=True)
+        return replace(self, text=f"{self.text}: {detail}", quotes_within=0.0)
 
 
 def unexplained(peer: int | None, error: Exception, *, is_there: bool) -> Report:
