@@ -142,7 +142,6 @@ def test_an_exception_in_backward_is_quoted_too(rank: int, size: int) -> None:
 @ranks(2)
 def test_a_quotation_that_may_not_come_is_hardly_waited_for(rank: int, size: int) -> None:
     """Autograd was called from no Python frame, as in the thread that a device has."""
-
     with (
         mock.patch.object(handler, "_can_ask", return_value=False),
         mock.patch.object(handler, "QUOTE_SECONDS", 2 * PATIENT_SECONDS),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from toy_waits import WaitsFor
 
 from polyshard.agreement.board import Board
 from polyshard_resilience.alarm import peers, watch
@@ -65,19 +66,6 @@ def watched(alarm: Alarm, seconds: float) -> None:
 
 def is_rung_for(alarm: Alarm, rank: int) -> bool:
     return alarm.report is not None and alarm.report.rank == rank
-
-
-class WaitsFor:
-    """A transfer with a rank that does not end."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def peers(self) -> tuple[int, ...]:
-        return (self.rank,)
-
-    def place(self) -> tuple[int, str, int]:
-        return self.rank, "wire:1", 1
 
 
 @pytest.mark.parametrize("rank", [1, GONE])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from toy_waits import WaitsFor
 
 from polyshard.agreement.board import Board
 from polyshard_resilience.alarm import watch
@@ -20,7 +21,6 @@ from polyshard_resilience.alarm.positions import Position
 from polyshard_resilience.alarm.reports import NOBODY, Cause, Report
 from polyshard_resilience.alarm.watch import Watch
 
-KEY = "wire:1"
 SECONDS = 2.0
 """To look, far more than it takes; where something is to come about, PATIENT_SECONDS."""
 PATIENT_SECONDS = 30.0
@@ -32,19 +32,6 @@ def is_rung(alarm: Alarm) -> bool:
     return alarm.report is not None
 
 
-class Waits:
-    """A transfer with rank 1 that does not end."""
-
-    def peers(self) -> tuple[int, ...]:
-        return (1,)
-
-    def place(self) -> tuple[int, str, int]:
-        return 1, KEY, 1
-
-    def posted(self) -> dict[str, int]:
-        return {}
-
-
 @pytest.mark.parametrize("said_in", [0, 1])
 def test_a_circle_of_an_earlier_epoch_is_over(said_in: int) -> None:
     store = dist.HashStore()
@@ -54,7 +41,7 @@ def test_a_circle_of_an_earlier_epoch_is_over(said_in: int) -> None:
     alarm.ring(Report(1, Cause.RAISED, "rank 1 failed"))
     alarm.begin_anew()
     assert alarm.epoch == 1
-    alarm.waiting = Waits()
+    alarm.waiting = WaitsFor(1)
     watch.start()
     try:
         end = time.monotonic() + (PATIENT_SECONDS if said_in == 1 else SECONDS)
@@ -109,7 +96,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pausing, Alarm]]:
     watch = Watch(alarm)
     alarm.start()
     peer.start()
-    alarm.waiting = Waits()
+    alarm.waiting = WaitsFor(1)
     watch.start()
     yield store, alarm
     store.runs.set()
@@ -162,7 +149,7 @@ def test_a_group_that_is_being_destroyed_does_not_end_the_watch(
     watch.start()
     threading.Timer(0.3, ended.set).start()
     made["destroy"](OfNobody(0, 1), ended)  # type: ignore[call-arg]
-    alarm.waiting = Waits()
+    alarm.waiting = WaitsFor(1)
     try:
         end = time.monotonic() + PATIENT_SECONDS
         beat = 0
