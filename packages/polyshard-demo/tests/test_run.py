@@ -7,7 +7,6 @@ rank happen in this process.
 import html
 import json
 import pickle
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -91,10 +90,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is the only rank, as torchrun would have started it."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     yield

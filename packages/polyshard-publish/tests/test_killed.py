@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import random
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -110,39 +109,33 @@ def newest(folder: Path) -> int:
     return served.version
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("trial", range(50))
 def test_a_kill_never_leaves_a_mixture(trial: int, tmp_path: Path) -> None:
     """Even trials kill a sender, odd ones the receiver; every third has two ranks."""
     chosen = random.Random(trial)
     size, versions = 1 + (trial % 3 == 0), tmp_path / "versions"
-    generator = Generator(free_port())
-    trainers = started(size, tmp_path, generator.address, 1)
-    try:
-        until(lambda: (generator.serves()[0] or 0) >= 1 + trial % 4)
-        time.sleep(chosen.uniform(0, 0.3))
-        if trial % 2:
-            generator.kill()
-            generator = Generator(generator.port)
-            before = newest(versions)
-            until(lambda: generator.serves()[0] is not None)
-            until(lambda: newest(versions) > before)  # the other one goes on
-        else:
-            chosen.choice(trainers).kill()
-            time.sleep(0.1)
-            version, tensors = generator.serves()
-            check(version, tensors)
+    with Generator() as generator:
+        trainers = started(size, tmp_path, generator.address, 1)
+        try:
+            until(lambda: (generator.serves()[0] or 0) >= 1 + trial % 4)
+            time.sleep(chosen.uniform(0, 0.3))
+            if trial % 2:
+                generator.kill()
+                generator.start()
+                before = newest(versions)
+                until(lambda: generator.serves()[0] is not None)
+                until(lambda: newest(versions) > before)  # the other one goes on
+            else:
+                chosen.choice(trainers).kill()
+                time.sleep(0.1)
+                version, tensors = generator.serves()
+                check(version, tensors)
+                kill(trainers)
+                first = 2 + max(version or 0, newest(versions))
+                trainers = started(size, tmp_path, generator.address, first)
+                until(lambda: (generator.serves()[0] or 0) >= first)
+            check(*generator.serves())
+            until(lambda: newest(versions) > 0)
+        finally:
             kill(trainers)
-            first = 2 + max(version or 0, newest(versions))
-            trainers = started(size, tmp_path, generator.address, first)
-            until(lambda: (generator.serves()[0] or 0) >= first)
-        check(*generator.serves())
-        until(lambda: newest(versions) > 0)
-    finally:
-        kill(trainers)
-        generator.kill()

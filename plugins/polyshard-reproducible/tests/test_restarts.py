@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ pytest.importorskip("polyshard_demo")
 import torch
 from fault_jobs import agent, final_state, losses, wait_for
 from reproducible_demo import OPTIONS, SYLLABLES, demo
+from torch.distributed import TCPStore
 
 from polyshard_reproducible import compare
 from polyshard_testing import World
@@ -44,22 +44,20 @@ def test_a_rank_is_killed_and_fewer_go_on(world1: World, tmp_path: Path) -> None
     text.write_bytes(SYLLABLES)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in GIVEN.items()]
     paths = [f"--text={text}", f"--out={run}", f"--record={run / 'records'}", "--resume=auto"]
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torchrun = [
         *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d"),
-        *(f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job", "--local-addr=localhost"),
+        *(f"--rdzv-endpoint=localhost:{store.port}", "--rdzv-id=job", "--local-addr=localhost"),
     ]
     with ExitStack() as opened:
         stays, lost = (
             opened.enter_context(
                 agent(
-                    [*torchrun, f"--rdzv-conf={host},{RENDEZVOUS}"],
+                    [*torchrun, f"--rdzv-conf=is_host=false,{RENDEZVOUS}"],
                     [*options, *paths, "--log-every=1"],
                 )
             )
-            for host in ("is_host=true", "is_host=false")
+            for _ in range(2)
         )
         wait_for([stays, lost], "engine polyshard, 2 ranks")
         fault = wait_for([stays, lost], r"^step +1\d/").time

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 from polyshard_checkpoint import checkpoints_in
 
@@ -61,7 +62,13 @@ def by_hand(
         more: options of the training.
         meanwhile: called with their process ids while they run.
     """
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 meets at the store too, and starts none
+    }
     command = [sys.executable, str(SCRIPT), f"--out={out}", *more]
     with (out / "log").open("a") as log:
         processes = [
@@ -81,14 +88,6 @@ def by_hand(
         for process in processes:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def wait_for_step(log: Path, step: int) -> None:

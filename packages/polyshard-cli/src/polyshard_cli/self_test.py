@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from polyshard_cli.checks import Finding, State
 
 RANKS = 2
+HOST = "127.0.0.1"
 SECONDS = 120.0
 """To import torch, meet, and train one step, on a busy machine."""
 
@@ -46,9 +46,10 @@ def self_test(seconds: float = SECONDS) -> Iterator[Finding]:
 def _answers(seconds: float) -> dict[int, tuple[str, list[float]]]:
     context = multiprocessing.get_context("spawn")
     said: Any = context.Queue()
-    port = _free_port()
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_rank, args=(rank, port, said), daemon=True) for rank in range(RANKS)
+        context.Process(target=_rank, args=(rank, store.port, said), daemon=True)
+        for rank in range(RANKS)
     ]
     for process in ranks:
         process.start()
@@ -72,9 +73,9 @@ def _answers(seconds: float) -> dict[int, tuple[str, list[float]]]:
 def _rank(rank: int, port: int, said: Any) -> None:
     try:
         torch.set_num_threads(1)
-        address = f"tcp://127.0.0.1:{port}"
         patience = timedelta(seconds=SECONDS / 2)
-        dist.init_process_group("gloo", address, patience, RANKS, rank)
+        store = dist.TCPStore(HOST, port, is_master=False, timeout=patience)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
         found = _sharded_step(rank)
         dist.destroy_process_group()
         said.put((rank, "", found))
@@ -124,9 +125,3 @@ def _model() -> nn.Module:
 
 def _batch() -> Tensor:
     return torch.arange(16.0, device="cpu").reshape(4, 4) / 16
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -105,17 +106,35 @@ def serve(pipe: Connection, port: int) -> None:
 
 
 class Generator:
-    """A receiver in a process that may be killed."""
+    """A receiver in a process that may be killed, and started again at the same address.
 
-    def __init__(self, port: int = 0) -> None:
+    Its port stays bound here, so that no other program is given it meanwhile. A socket that does
+    not listen is sent no connections.
+    """
+
+    def __init__(self) -> None:
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self.start()
+
+    def start(self) -> None:
+        """A receiver that has nothing yet."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.tensor", "polyshard_publish"])
         self._pipe, theirs = context.Pipe()
+        port = self._reserved.getsockname()[1]
         self.process = context.Process(target=serve, args=(theirs, port), daemon=True)
         self.process.start()
         theirs.close()
         self.address: str = self._pipe.recv()
-        self.port = int(self.address.rpartition(":")[2])
+
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._reserved.close()
 
     def serves(self) -> tuple[int | None, dict[str, Tensor]]:
         """The version, and a copy of its tensors."""
@@ -124,6 +143,7 @@ class Generator:
         return found
 
     def kill(self) -> None:
+        """End it, at any point; :meth:`start` begins anew."""
         self.process.kill()
         self.process.join()
         self._pipe.close()
