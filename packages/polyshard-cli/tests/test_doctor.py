@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_a_healthy_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(monkeypatch, ("codecs", "toy_codecs:Codecs"))
+    patient = partial(self_test.self_test, 2 * self_test.SECONDS)  # the machine may be very busy
+    monkeypatch.setattr(self_test, "self_test", patient)
     code, text = run("--disk", str(tmp_path))
     assert code == 0, text
     lines = text.splitlines()

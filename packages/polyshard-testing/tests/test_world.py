@@ -213,7 +213,7 @@ def test_what_an_interrupted_call_answers_is_not_the_next_ones(
 
 
 def test_without_a_limit_a_failed_rank_still_ends_the_wait() -> None:
-    world = World(2, collective_seconds=2.0)  # ranks have as long to find each other
+    world = World(2, collective_seconds=6.0)  # ranks have as long to connect
     try:
         with pytest.raises(RankError, match=r"(?s)message from rank one.*\[0\] did not answer"):
             world.run(fail_on_one_and_hang_on_the_other, timeout=None)

@@ -48,7 +48,7 @@ def _answers(seconds: float) -> dict[int, tuple[str, list[float]]]:
     said: Any = context.Queue()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_rank, args=(rank, store.port, said), daemon=True)
+        context.Process(target=_rank, args=(rank, store.port, seconds / 2, said), daemon=True)
         for rank in range(RANKS)
     ]
     for process in ranks:
@@ -70,10 +70,10 @@ def _answers(seconds: float) -> dict[int, tuple[str, list[float]]]:
     return answers
 
 
-def _rank(rank: int, port: int, said: Any) -> None:
+def _rank(rank: int, port: int, seconds: float, said: Any) -> None:
     try:
         torch.set_num_threads(1)
-        patience = timedelta(seconds=SECONDS / 2)
+        patience = timedelta(seconds=seconds)
         store = dist.TCPStore(HOST, port, is_master=False, timeout=patience)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
         found = _sharded_step(rank)

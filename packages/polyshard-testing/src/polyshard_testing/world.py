@@ -332,9 +332,12 @@ def _serve(given: _Rank, environment: dict[str, str], pipe: Connection) -> None:
     if sys.platform == "linux":  # a crash of a native thread has no Python frames: on stderr
         torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
+    store = dist.TCPStore(_HOST, given.port, size, is_master=False)
+    store.set(f"started/{rank}", "")  # the time-out of collectives is not one for ranks to start
+    store.wait([f"started/{each}" for each in range(size)])
     dist.init_process_group(
         _backend_for(given),
-        store=dist.TCPStore(_HOST, given.port, size, is_master=False),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=given.seconds),

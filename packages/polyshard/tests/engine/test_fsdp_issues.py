@@ -107,7 +107,7 @@ def skipping_without_help(rank: int, size: int) -> None:
 
 
 def test_a_unit_skipped_without_a_word_is_an_error_not_a_hang() -> None:
-    world = World(2, collective_seconds=8.0)  # ranks have as long to find each other
+    world = World(2, collective_seconds=8.0)
     try:
         with pytest.raises(
             RankError, match=r"rank 0(?s:.*)(Timed out|timed out|closed|Connection)"
