@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from toy_attempts import failure, raising
+from toy_meeting import await_all
 
 import polyshard
 import polyshard_resilience
@@ -65,6 +66,7 @@ def resets(rank: int, size: int, apart: bool) -> None:
     model: Any = polyshard.fully_shard(nn.Sequential(nn.Linear(4, 4)))
     x = torch.ones(1, 4)
     model(x).sum().backward()
+    await_all("stepped", size)  # a failure in the next step would end this one for a rank behind
     group.begun = 4 if rank and apart else 6
     if rank:
         hook = model[0].register_forward_hook(raising(ValueError("now")))

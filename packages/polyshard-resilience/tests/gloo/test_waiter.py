@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from toy_meeting import await_all
 
 from polyshard.errors import ConnectionLostError
 from polyshard.transport.gloo.messages import Message, Works
@@ -104,4 +105,5 @@ def test_messages_half_way_through(rank: int, size: int) -> None:
             time.sleep(0.01)
         alarm.see()  # as whoever raises does
         dist.barrier()
+        await_all("seen", size)  # the next turn's failure would end the barrier for a rank behind
         alarm.begin_anew()

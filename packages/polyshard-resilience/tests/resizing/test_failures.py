@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_meeting import await_all
 from toy_runs import assert_equal, whole
 
 import polyshard
@@ -67,6 +68,7 @@ def test_a_failure_of_one_rank_costs_nothing(rank: int, size: int) -> None:
         (plan, torch.OutOfMemoryError("out of memory")),
         ("polyshard_resilience.resizing.exchange.Exchange.move", ValueError("deliberate")),
     ):
+        await_all("gathered", size)  # a failure would end that for a rank behind
         begin = time.monotonic()
         broken = mock.patch(target, side_effect=error) if rank == 1 else nullcontext()
         with broken:

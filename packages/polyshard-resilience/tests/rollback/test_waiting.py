@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from toy_attempts import failure, raising
+from toy_meeting import await_all
 from toy_models import build, loss_of, shard, tokens_for
 from toy_runs import assert_equal, whole
 
@@ -191,10 +192,11 @@ def fails_often(rank: int, size: int) -> None:
             body = raising(ValueError("deliberate")) if rank else job.step
             failure(job.attempted(), body, "rank 1: ValueError")
         dist.barrier()
+        await_all("failed", size)
         return int(store.num_keys())
 
     before = fail(24)
-    dist.barrier()
+    await_all("failed", size)
     assert fail(8) <= before + 2
 
 
@@ -211,6 +213,7 @@ def cut_often(rank: int, size: int) -> None:
         body = raising(ValueError("deliberate")) if rank else dist.barrier
         failure(job.attempted(), body, "rank 1: ValueError")
         dist.barrier()
+        await_all("connected", size)  # a failure now would end the barrier for a rank behind
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     cut()
