@@ -18,7 +18,7 @@ from polyshard_resilience.alarm import peers, watch
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.peers import Roll
 from polyshard_resilience.alarm.processes import Process, _stat
-from polyshard_resilience.alarm.reports import Cause, Report
+from polyshard_resilience.alarm.reports import Cause, Report, unexplained
 from polyshard_resilience.alarm.watch import Watch
 from polyshard_resilience.handler import AlarmHandler
 
@@ -73,6 +73,15 @@ def test_a_wait_for_a_rank(alarm: Alarm, rank: int) -> None:
     alarm.waiting = WaitsFor(rank)
     watched(alarm, SECONDS if rank != GONE else PATIENT_SECONDS)
     assert (alarm.report is not None) == (rank == GONE)
+
+
+def test_a_connection_to_a_rank_that_nobody_knows(alarm: Alarm) -> None:
+    """It takes no rank away: those who recover wait for all the others."""
+    before = dict(alarm.gone)
+    alarm.ring(unexplained(None, RuntimeError("Connection closed by peer"), is_there=False))
+    assert alarm.report is not None
+    assert alarm.report.cause is Cause.GONE
+    assert alarm.gone == before
 
 
 def test_a_host_that_waits_for_its_device(alarm: Alarm, monkeypatch: pytest.MonkeyPatch) -> None:

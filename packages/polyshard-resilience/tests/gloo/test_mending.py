@@ -150,6 +150,7 @@ def one_dies_and_one_is_late(rank: int, size: int) -> None:
     stand = partial(dist.all_reduce, torch.ones(1), group=mesh["tp"].get_group())
     with pytest.raises(RuntimeError):  # rank 0 waits for rank 1 alone, and has to cut its groups
         stand() if rank == 0 else train(model)
+    await_all("raised", size - 1)  # what one cuts later, others would see at the next failure
     if rank == 1:
         time.sleep(LATE_SECONDS)
     model.reset_iter_state()
@@ -162,6 +163,36 @@ def one_dies_and_one_is_late(rank: int, size: int) -> None:
             total = torch.ones(1)
             dist.all_reduce(total, group=mesh[axis].get_group())
             assert total.item() == 2
+
+
+def one_hears_late(rank: int, size: int) -> None:
+    """Rank 0 cuts its groups when others have stopped waiting for it: all fail once more.
+
+    Why the connection to it broke then, and to which rank, nobody can say.
+    """
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build(mesh)
+    expected = train(model)
+    await_all("trained", size)
+    model[0].raises = "forward" if rank == 1 else ""
+    if rank == 0:
+        time.sleep(LATE_SECONDS)
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
+    else:
+        with pytest.raises(ArithmeticError if rank == 1 else PeerError):
+            train(model)
+    model[0].raises = ""
+    for _ in range(3):
+        try:
+            model.reset_iter_state()
+            model.zero_grad()
+            found = train(model)
+            break
+        except PeerError:
+            continue
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    works(model, mesh, expected)
 
 
 def run_alone(function: Any, *args: str) -> None:
@@ -192,6 +223,10 @@ def test_a_survivor_that_is_late() -> None:
         run_alone(one_dies_and_one_is_late)
     assert str(caught.value).count("--- rank") == 1, str(caught.value)
     assert "the process ended without an answer" in str(caught.value)
+
+
+def test_a_rank_that_hears_late_is_heard_by_all() -> None:
+    run_alone(one_hears_late)
 
 
 @ranks(2)

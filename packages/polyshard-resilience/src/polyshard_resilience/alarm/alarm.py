@@ -253,7 +253,7 @@ class Alarm:
                 if epoch != self.epoch or self.report is not None:
                     return
                 self.report, self.is_seen = report, False
-                if report.cause is Cause.GONE and report.rank != self.rank:
+                if report.cause is Cause.GONE and report.rank not in (self.rank, NOBODY):
                     self.gone[report.rank] = report
                     self.told.add(report.rank)
             devices, cuts = on_devices(), self._cuts
