@@ -183,13 +183,13 @@ def one_hears_late(rank: int, size: int) -> None:
         with pytest.raises(ArithmeticError if rank == 1 else PeerError):
             train(model)
     model[0].raises = ""
-    for _ in range(3):
+    for _ in range(5):  # two, unless ranks are late once more
         try:
             model.reset_iter_state()
             model.zero_grad()
             found = train(model)
             break
-        except PeerError:
+        except RuntimeError:  # PeerError, or torch's own in the barrier
             continue
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     works(model, mesh, expected)
