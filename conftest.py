@@ -39,7 +39,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure() -> None:
-    """Whoever starts tests in the background has them ignore SIGINT, and all that they start."""
+    """A shell that starts tests in the background has them ignore SIGINT, and all they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

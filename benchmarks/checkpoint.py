@@ -1,4 +1,4 @@
-"""How long training stands still for a save that goes on beside it.
+"""How long training stands still for a save that is written beside it.
 
     python -m benchmarks checkpoint
 

@@ -293,5 +293,5 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def columns(items: Iterable[T], cells: Mapping[str, Callable[[T], str]]) -> Iterator[str]:
-    """A table with a row an item, from what stands below each head."""
+    """A table with a row an item, from what is below each head."""
     return table(cells, ([cell(item) for cell in cells.values()] for item in items))

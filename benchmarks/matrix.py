@@ -96,7 +96,7 @@ class Detour:
 
 
 class EveryRank(Detour):
-    """What ``torch.optim.Muon`` takes where nobody owns anything: ``full_tensor`` everywhere."""
+    """What ``torch.optim.Muon`` takes where no rank owns anything: ``full_tensor`` everywhere."""
 
     @torch.no_grad()
     def step(self) -> None:

@@ -237,7 +237,7 @@ def separate_reductions(library: Any) -> list[Tensor]:
 
 
 def two_streams(library: Any) -> list[Tensor]:
-    """Gathered on one stream, used and freed on another; both go on. (FSDP2 is wrong there.)"""
+    """Gathered on one stream, used and freed on another; both continue. (FSDP2 is wrong there.)"""
     module, model = torch.get_device_module("sim"), sharded(library)
     seen = train(model, 1)
     given, side = batch(), module.Stream()

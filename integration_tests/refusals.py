@@ -82,7 +82,7 @@ def clipping_after_steps(rank: int, folder: str) -> None:
     optimizer = offload.wrap(torch.optim.AdamW(model.parameters()))
     model(torch.ones(2, 64)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    del optimizer  # it steps in backward for as long as somebody holds it
+    del optimizer  # it steps in backward for as long as it is held
 
 
 def steps_without_gradients(rank: int, folder: str) -> None:

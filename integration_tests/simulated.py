@@ -240,7 +240,7 @@ def reproducible(rank: int, size: int, device: str) -> Result:
 
 
 def checkpoints(rank: int, size: int, device: str) -> Result:
-    """Saved in the middle, loaded into a model and optimizer that are new, and gone on with."""
+    """Saved in the middle, loaded into a new model and optimizer, which continue."""
     from polyshard_checkpoint import Checkpoints, TrainingState
 
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]

@@ -107,7 +107,7 @@ def test_eight_ranks_beside_tensor_parallelism(world2: World, world4: World, kin
 
 
 def resumed(rank: int, size: int, folder: str, data: int, steps: range) -> Digests:
-    """Go on from what another number of data-parallel ranks has saved, and save."""
+    """Continue from what another number of data-parallel ranks has saved, and save."""
     run = run_of((data, 2), "columns and rows")
     state = TrainingState(run.model, [run.optimizer])
     checkpoints = Checkpoints(folder)

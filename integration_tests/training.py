@@ -1,4 +1,4 @@
-"""What a cell does, whoever does it: a sharded model on ranks, or one process."""
+"""What a cell does: on a sharded model on ranks, or in one process."""
 
 from __future__ import annotations
 

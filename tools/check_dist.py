@@ -37,7 +37,7 @@ def check_wheel(wheel: Path, dist: Distribution) -> Iterator[str]:
 
 
 def check_sdist(sdist: Path, dist: Distribution) -> Iterator[str]:
-    """Everything somebody needs to build the wheel and run the tests."""
+    """Everything that is needed to build the wheel and run the tests."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     expected = {"LICENSE", "README.md", "pyproject.toml", f"src/{dist.import_name}/py.typed"}

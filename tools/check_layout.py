@@ -81,7 +81,7 @@ def check_lengths(root: Path, files: list[Path]) -> Iterator[str]:
 
 
 def check_private_paths(root: Path, files: list[Path]) -> Iterator[str]:
-    """No file mentions a folder that exists only on somebody's machine."""
+    """No file mentions a folder that exists only on one machine."""
     for path in files:
         text = (root / path).read_text("utf-8", errors="replace")
         for number, line in enumerate(text.splitlines(), start=1):

@@ -2,15 +2,18 @@
 
 Usage: python tools/check_prose.py [PAGE ...]      (default: README files, docs/ and the like)
 
-markdown-it-py finds the prose, so code is never judged. proselint has none of these checks, and its
-own checks found one word in all pages.
+Of Python files, which are sources by default, docstrings and comments are checked for house words.
+markdown-it-py finds the prose of pages, so code is never judged. proselint has none of these
+checks, and its own checks found one word in all pages.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 import sys
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 PATTERNS = (
     *("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md"),
     *("packages/*/README.md", "plugins/*/README.md", "examples/*/README.md"),
+    *("packages/*/src/**/*.py", "plugins/*/src/**/*.py"),
 )
 EXEMPT = ("docs/reference/api/*",)
 """Pages that autodoc makes."""
@@ -49,6 +53,7 @@ HOUSE_WORDS = {
 HOUSE_WORD = re.compile(
     "|".join(rf"\b(?P<w{i}>{words})\b" for i, words in enumerate(HOUSE_WORDS)), re.IGNORECASE
 )
+INLINE_CODE = re.compile(r"``[^`]+``|`[^`]+`")
 END_OF_SENTENCE = re.compile(r"(?<=[.!?])[)\"”]?\s+(?=[\"“(]?[A-Z0-9`]|code\b)")
 
 
@@ -75,11 +80,19 @@ def _text(inline: Token) -> str:
     return " ".join("".join(parts).split())
 
 
-def problems(page: str) -> Iterator[str]:
-    """What is wrong with the prose of a page, each with its line."""
-    found = list(prose_of(page))
+def prose_of_code(source: str) -> Iterator[Prose]:
+    """The comments and docstrings of a Python file, line by line, with inline code as the word."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+            for line, text in enumerate(token.string.splitlines(), start=token.start[0]):
+                yield Prose(line, INLINE_CODE.sub("code", text), "code")
+
+
+def problems(page: str, *, is_code: bool = False) -> Iterator[str]:
+    """What is wrong with the prose of a page or a Python file, each with its line."""
+    found = list(prose_of_code(page) if is_code else prose_of(page))
     kinds = [prose.kind for prose in found[:2]]
-    if kinds != ["h1", "p"]:
+    if kinds != ["h1", "p"] and not is_code:
         yield "1: begin with a title and a sentence that says what the page is for"
     for prose in found:
         for match in HOUSE_WORD.finditer(prose.text):
@@ -109,8 +122,12 @@ def default_pages(root: Path) -> list[Path]:
 def main(arguments: list[str]) -> int:
     """Print what is wrong; 1 if anything is."""
     pages = [Path(argument) for argument in arguments] or default_pages(ROOT)
-    wrong = [f"{page}:{text}" for page in pages for text in problems(page.read_text("utf-8"))]
-    print("\n".join([*wrong, f"prose: {len(pages)} pages, {len(wrong)} problems"]))
+    wrong = [
+        f"{page}:{text}"
+        for page in pages
+        for text in problems(page.read_text("utf-8"), is_code=page.suffix == ".py")
+    ]
+    print("\n".join([*wrong, f"prose: {len(pages)} files, {len(wrong)} problems"]))
     return 1 if wrong else 0
 
 

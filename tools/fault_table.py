@@ -23,7 +23,7 @@ STRUCK = 1
 
 
 class Way(Enum):
-    """How ranks go on afterwards."""
+    """How ranks continue afterwards."""
 
     IN_PROCESS = "`reset_iter_state()`"
     NEXT_BATCH = "continue, for example with another batch"
@@ -210,7 +210,7 @@ class FaultCell:
 
     @property
     def way(self) -> Way:
-        """How its ranks go on."""
+        """How its ranks continue."""
         return Way.NEXT_BATCH if self.in_attempt else self.fault.way
 
     @property

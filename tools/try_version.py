@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "reference" / "versions.json"
 COMMAND_SECONDS = 3600
 FAILED, CUT, NOT_RUN = "failed", "cut off", "not run"
-"""How what is said of a part begins where it is not fine."""
+"""How the words about a part begin where it is not fine."""
 STOPPED = f"{NOT_RUN}: the trial was stopped"
 
 Record = dict[str, Any]
@@ -171,7 +171,7 @@ def try_everything(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def not_fine(record: Record) -> Iterator[tuple[str, str, str]]:
-    """Heading, name of the part (none of what has no parts) and what is said of it."""
+    """Heading, name of the part (none of what has no parts) and the words about it."""
     for heading, value in record.items():
         for name, said in (value if isinstance(value, dict) else {"": value}).items():
             if isinstance(said, str) and not is_fine(said):

@@ -1,6 +1,6 @@
 """torch's fake process group without the copies it makes, so that what is left is the engine's.
 
-A fake all-gather waits for nobody, but fills the slot of every rank in turn: on CPU 7 ms at 4096
+A fake all-gather does not wait, but fills the slot of every rank in turn: on CPU 7 ms at 4096
 ranks, which is more than an engine spends on a group, and on CUDA a launch for each. Here the
 operators behind it return at once.
 """

@@ -83,7 +83,7 @@ def gains(found: Seconds, world_size: int, form: BlockFormat) -> tuple[float, fl
 
 
 def _joined(mib: int) -> Seconds:
-    """On torchrun's ranks, of which the first one goes on."""
+    """On torchrun's ranks, of which the first one continues."""
     dist.init_process_group("gloo")
     found, rank = times(mib), dist.get_rank()
     dist.destroy_process_group()

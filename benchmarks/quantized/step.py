@@ -4,7 +4,7 @@
     python -m benchmarks quantized.step --link 1gbit      (root: two shaped namespaces)
 
 Every variant is a sharded copy of the same model; in each turn each variant makes one step, so that
-whatever else the machine does hits all alike. Ratios are to native fp32: the median over turns.
+whatever else the machine does hits all equally. Ratios are to native fp32: the median over turns.
 Processor time, gloo's threads included, says what a shared machine hides.
 Needs polyshard-quantized.
 """

@@ -47,7 +47,7 @@ class Job:
 
     name = "DDP"
     library = "torch"
-    """What it is imported from; its version is said."""
+    """What it is imported from; results name its version."""
     environment = ""
     """Which of ``ENVIRONMENTS`` it needs, if not this one."""
     has_units = False

@@ -19,7 +19,7 @@ MODES = (
     "offload-params",  # parameters, gradients and optimizer state rest on the host
     "tensor-parallel",  # layers are divided over two ranks
 )
-"""What each is to polyshard and to torch stands in engines.py."""
+"""engines.py has what each is to polyshard and to torch."""
 ON_FOUR = ("hsdp", "tensor-parallel", "blocks")
 DTYPES = ("float32", "bfloat16")
 

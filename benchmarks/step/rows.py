@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.step.time import BEST_STEP, FLAT_MEMORY, FLOOR, MEMORY, STEP, Case
 
 BITWISE, ROUNDED, LOSSY = "bitwise", "close", "lossy"
-"""Losses equal to FSDP2's to the last bit; to the rounding of another order of sums; not at all."""
+"""Losses bitwise equal to FSDP2's; equal to the rounding of another order of sums; neither."""
 CLOSE = {"float32": 5e-5, "bfloat16": 2e-2}
 """Relative difference of losses that counts as close, by compute dtype."""
 
@@ -40,7 +40,7 @@ class Row:
     bars: tuple[Bar, ...] = (Bar(STEP, 1.00),)
 
     def __post_init__(self) -> None:
-        """A bar on memory that nobody measures would pass unseen.
+        """A bar on memory that is not measured would pass unseen.
 
         Raises:
             ValueError: for such a bar.

@@ -60,7 +60,7 @@ class Case(case.Case):
 
     @property
     def engines(self) -> list[str]:
-        """Who takes part; the floor and torch's older engines know the plain mode only."""
+        """Those that take part; the floor and torch's older engines know the plain mode only."""
         names = ["polyshard", "torch", OUR_BEST, THEIR_BEST]
         if self.mode == "plain":
             names += ["floor", "fsdp1", *(["ddp", KEPT_BEST] if self.dtype == "float32" else [])]

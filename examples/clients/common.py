@@ -46,7 +46,7 @@ def main(loop: Callable[[argparse.Namespace], list[float]], flags: argparse.Argu
     """Run ``loop`` on each rank; the first prints the losses, one a line.
 
     By itself this starts two ranks; under torchrun it is one of torchrun's. Every line is the mean
-    over the ranks that have a loss, and says it to the last bit.
+    over the ranks that have a loss, and shows every bit of it.
     """
     arguments = flags.parse_args()
     if "LOCAL_RANK" not in os.environ:

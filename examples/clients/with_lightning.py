@@ -1,4 +1,4 @@
-"""Lightning: one strategy in place of another.
+"""Lightning: one strategy instead of another.
 
 polyshard's shards the module by itself; Lightning's own leaves that to ``configure_model``.
 """

@@ -2,7 +2,7 @@
 
 It trains for four steps and saves after two, asynchronously; then a second trainer resumes from
 there and must come to the same losses. The engine goes in through ``ModelSpec.parallelize_fn``.
-Without an accelerator torchtitan 0.3 needs what ``_on_host`` and the classes below stand in for;
+Without an accelerator torchtitan 0.3 needs what ``_on_host`` and the classes below replace;
 that is the same for both engines. It imports Triton, which need not find a GPU.
 """
 
@@ -79,7 +79,7 @@ class Tokens(BaseDataLoader):  # type: ignore[misc]
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.step = state_dict["step"]
 
 

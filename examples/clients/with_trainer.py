@@ -42,7 +42,7 @@ class HostTrainer(Trainer):
     """Takes the FSDP2 route without an accelerator."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As ever, and then FSDP2."""
+        """As in the base, and then FSDP2."""
         super().create_accelerator_and_postprocess()
         common.admit_fsdp(self.accelerator, FullyShardedDataParallelPlugin(fsdp_version=2))
         self.is_fsdp_enabled = True

@@ -1,13 +1,13 @@
 """One training for every launcher: sharded, resumed by itself, and it saves when asked to leave.
 
-Whoever starts the ranks says in ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
+The launcher of the ranks says in ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
 ``MASTER_PORT`` which is which, as torchrun does::
 
     torchrun --nproc-per-node=2 examples/launch/train.py --out=runs/launch
 
 A rank that gets SIGUSR1 or SIGTERM has all ranks save after the step they are in, and exit with 75
-("try again later", EX_TEMPFAIL of sysexits.h): started again, they go on. Losses of all steps are
-in ``losses.json`` when all are done.
+("try again later", EX_TEMPFAIL of sysexits.h): started again, they continue. Losses of all steps
+are in ``losses.json`` when all are done.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class History:
 
 
 class Request:
-    """Whether somebody has asked this process to leave."""
+    """Whether this process was asked to leave."""
 
     def __init__(self) -> None:
         self.is_there = False
@@ -130,7 +130,7 @@ def device() -> torch.device:
 def train(settings: Settings) -> bool:
     """Train within the process group that is there; whether all steps are done.
 
-    If not, somebody has asked a rank to leave, and where the run was is saved.
+    If not, a rank was asked to leave, and the state of the run is saved.
     """
     rank, ranks, here = dist.get_rank(), dist.get_world_size(), device()
     if ROWS % ranks:

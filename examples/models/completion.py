@@ -1,4 +1,4 @@
-"""Go on with a text, by a model that was exported: ``transformers`` alone, in one process.
+"""Continue with a text, by a model that was exported: ``transformers`` alone, in one process.
 
 python examples/models/completion.py FOLDER TEXT
 """

@@ -6,7 +6,7 @@ Two groups of two ranks train (``train.py``); the lighthouse is in this process.
 to one rank, or to both, of a group whose other group has made a step by itself; one in four comes
 while the group is still starting or healing. This process does what an elastic agent does: when a
 rank is gone it ends the rest of its group, and starts all of it with a new store. At the end a run
-of as many steps, with nobody killed, says what weights, optimizer state and losses must be.
+of as many steps, without kills, says what weights, optimizer state and losses must be.
 
 With ``--warm`` ranks are forked from a process that has imported torch, as a standby would be;
 otherwise each is a new interpreter.
@@ -259,7 +259,7 @@ class Run:
 
 
 def undisturbed(out: Path, plan: Plan, steps: int) -> tuple[dict[str, str], dict[int, set[str]]]:
-    """Digests and losses of a run in which nobody is killed."""
+    """Digests and losses of a run without kills."""
     run = Run(out, plan, steps)
     try:
         run.wait(lambda: all(group.is_done for group in run.groups), WAIT_SECONDS + 5 * steps)
@@ -362,7 +362,7 @@ def middle_and_most(values: list[float]) -> tuple[float, float]:
 
 
 def measure(out: Path, plan: Plan) -> Tally:
-    """Kill so often, and compare with a run in which nobody is killed."""
+    """Kill so often, and compare with a run without kills."""
     os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
     run, kills = disturbed(out / "killed", plan)
     steps = int((out / "killed" / "stop").read_text("utf-8"))

@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure_cells(chosen: argparse.Namespace) -> int:
-    """Figures are written after each cell: a run may be ended and gone on with."""
+    """Figures are written after each cell: a run may be ended, and continues then."""
     known = {device: _known(chosen.results / f"{name}.json") for device, name in NAMES.items()}
     failed = 0
     for each in FAULT_CELLS:

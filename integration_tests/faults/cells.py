@@ -30,7 +30,7 @@ class Shown:
 
 @cache
 def oracle(cell: Cell, fault: str, device: str) -> list[Seen]:
-    """What ranks see whom nothing happens to."""
+    """What undisturbed ranks see."""
     ranks = Ranks(cell.layout.ranks, TIMEOUT_SECONDS, device=device)
     with TemporaryDirectory(prefix="polyshard-faults-") as folder:
         found = ranks.run(undisturbed, cell, fault, folder)

@@ -158,7 +158,7 @@ def lighthouse_of(launcher: str) -> Iterator[dict[str, str]]:
 
 
 def run_peer(launcher: str, fault: str, folder: Path) -> dict[str, Any]:
-    """What ranks see of a fault, and whether they go on."""
+    """What ranks see of a fault, and whether they continue."""
     is_alone = launcher == "torchrun"
     if is_alone:
         (folder / "stop").write_text(str(STEPS), "utf-8")
@@ -185,7 +185,7 @@ def moment_in(folder: Path) -> float:
 
 
 def _watch(groups: list[Group]) -> None:
-    """Until ranks have seen it all, and do what whoever starts a group does."""
+    """Until ranks have seen it all; meanwhile do what the starter of a group does."""
     until = time.monotonic() + PATIENCE_SECONDS
     is_alone = len(groups) == 1
     while not (_is_settled_alone(groups[0]) if is_alone else _is_settled(groups)):

@@ -112,7 +112,7 @@ class _Storage(StorageFactory):
 
 
 class Faulty(Plugin):
-    """Goes around what the other plugins of a stack do, on every rank alike."""
+    """Wraps what the other plugins of a stack do, on every rank alike."""
 
     name = "faulty"
 
@@ -129,7 +129,7 @@ class Faulty(Plugin):
 
     @hookimpl
     def polyshard_shard_storage(self, group: GroupInfo) -> Any:
-        """Around whoever keeps the shards."""
+        """Around the part that keeps the shards."""
         if self.strike.fault not in ("storage", "create"):
             return None
         return Around(lambda inner: _Storage(self.strike, inner))

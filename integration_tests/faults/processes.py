@@ -46,7 +46,7 @@ def device_of_ranks() -> str:
 
 
 class SilentError(AssertionError):
-    """Ranks that were expected to answer did not, or failed in a way nobody meant."""
+    """Ranks that were expected to answer did not, or failed in another way than was meant."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Ranks:
 
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        # Nobody listens at the port in between, and ranks wait until rank 0 does.
+        # Nothing listens at the port in between, and ranks wait until rank 0 does.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = store.port
         if self._keeper:
@@ -153,7 +153,7 @@ def _answers(awaited: dict[Any, int], size: int, patience: float) -> list[Any]:
 
 
 def _serve(job: Job, pipe: Connection) -> None:
-    """What the interpreter does with a script: exceptions nobody catches end it, in its way."""
+    """What the interpreter does with a script: uncaught exceptions end it, in its way."""
     import torch
     import torch.distributed as dist
 
@@ -193,7 +193,7 @@ def _serve(job: Job, pipe: Connection) -> None:
 
 
 class Uncaught(ArithmeticError):  # noqa: N818  (an exception of the training, not of the harness)
-    """Nobody catches it, and that is meant."""
+    """It is not caught, and that is meant."""
 
 
 Uncaught.__name__ = "ArithmeticError"

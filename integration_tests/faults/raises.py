@@ -16,7 +16,7 @@ from faults.processes import Ranks
 from polyshard.errors import PeerError
 
 STEPS = 3
-"""A rank that was done with its step when another failed hears of it in the next."""
+"""A rank that was done with its step when another failed learns of it in the next."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _endure(rank: int, size: int, count: int, seed: int) -> list[_Heard]:
         failed = moments[-1] if injection.rank == rank else 0.0
         heard.append(_Heard(at, failed, type(error).__name__, str(error)))
         training.recover()
-        training.step(0)  # all go on
+        training.step(0)  # all continue
     return heard
 
 

@@ -147,7 +147,7 @@ def error_of(fault: str) -> BaseException:
     return Uncaught("on purpose") if fault == "optimizer" else ArithmeticError("on purpose")
 
 
-# Control flow: what struck ranks do in place of a step --------------------------------------------
+# Control flow: what struck ranks do instead of a step --------------------------------------------
 
 
 def evaluation(trainee: Struck, index: int) -> None:
@@ -186,7 +186,7 @@ def _blocks(trainee: Struck, change: Callable[[dict[str, Any]], dict[str, Any]])
         blocks._modules = before
 
 
-# Ends of a process: what the struck rank does in place of a step ----------------------------------
+# Ends of a process: what the struck rank does instead of a step ----------------------------------
 
 
 def killed(trainee: Struck, index: int) -> None:
@@ -278,7 +278,7 @@ def lost_step(trainee: Struck, is_struck: bool, seen: Seen, *, in_attempt: bool 
 
 
 def struck_step(trainee: Struck, is_struck: bool) -> None:
-    """A step, or what the struck rank does in place of one."""
+    """A step, or what the struck rank does instead of one."""
     fault, strike = trainee.strike.fault, trainee.strike
     if is_struck and fault in INSTEAD:
         strike.mark()
@@ -315,7 +315,7 @@ def disturbed(
     folder: str,
     in_attempt: bool = False,
 ) -> Seen:
-    """Meet the error, recover in the process, and go on; a checkpoint is left in any case."""
+    """Meet the error, recover in the process, and continue; a checkpoint is left in any case."""
     trainee = Struck(cell, folder, strike_for(fault, folder))
     seen = Seen(trainee.part)
     seen.losses = [trainee.whole_step(index) for index in range(BEFORE)]
@@ -356,7 +356,7 @@ def resumed(rank: int, size: int, cell: Cell, fault: str, folder: str) -> Seen:
 def planned(
     rank: int, size: int, cell: Cell, fault: str, struck: tuple[int, ...], folder: str
 ) -> Seen:
-    """Fail while the model is sharded, mend that, and train."""
+    """Fail while the model is sharded, repair that, and train."""
     strike = strike_for(fault, folder)
     if rank in struck:
         strike.arm()
@@ -365,7 +365,7 @@ def planned(
         Struck(cell, folder, strike).whole_step(0)
     except Exception as error:
         note(seen, error)
-    dist.barrier()  # a rank that has mended it before others looked takes its report back
+    dist.barrier()  # a rank that has repaired it before others looked takes its report back
     trainee = Struck(cell, folder, strike_for(fault, folder))
     seen.part = trainee.part
     seen.losses = [trainee.whole_step(index) for index in range(BEFORE)]

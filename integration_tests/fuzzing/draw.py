@@ -2,8 +2,8 @@
 
 [Note: why not Hypothesis]
 A case takes a good part of a second on four ranks, a failing one may take them down or hang them,
-and a session should go on after a finding. That wants cases that are numbered, and a shrinker that
-knows what is dear (``shrink.py``); Hypothesis's own repeats, hundreds of times, what just hung.
+and a session should continue after a finding. That wants cases that are numbered, and a shrinker
+that knows what is dear (``shrink.py``); Hypothesis's repeats a hang hundreds of times.
 """
 
 from __future__ import annotations

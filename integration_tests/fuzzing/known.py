@@ -1,4 +1,4 @@
-"""Cases that fail for a reason that is known and not mended yet; empty is what it should be."""
+"""Cases that fail for a reason that is known and not repaired yet; empty is what it should be."""
 
 from __future__ import annotations
 

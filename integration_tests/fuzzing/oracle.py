@@ -183,7 +183,7 @@ class Oracle:
         self.slack = dict.fromkeys(self.grads, 1e-30)
 
     def adopt(self, gradients: Mapping[str, Tensor]) -> None:
-        """Go on with these gradients, which were compared."""
+        """Continue with these gradients, which were compared."""
         # Copies: of a world of one, whole gradients are the very memory that optimizers write to.
         self.grads = {name: g.detach().clone().double() for name, g in gradients.items()}
         self.slack = {name: self.slack.get(name, 0.0) for name in gradients}
@@ -235,7 +235,7 @@ class Oracle:
 
     @torch.no_grad()
     def take(self, name: str, value: Tensor) -> None:
-        """Go on with a parameter that was compared."""
+        """Continue with a parameter that was compared."""
         self.values[name].copy_(value)
 
 

@@ -63,7 +63,7 @@ def _shorter(items: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def _smaller_trees(node: Leaf | Tree) -> Iterator[Leaf | Tree]:
-    """With children left out, or put in place of their parent."""
+    """With children left out, or put instead of their parent."""
     if isinstance(node, Leaf):
         return
     for number, child in enumerate(node.children):

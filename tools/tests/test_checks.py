@@ -94,9 +94,16 @@ def test_prose_is_judged_and_code_is_not(text: str, said: list[str]) -> None:
     assert all(one.startswith(start) for one, start in zip(found, said, strict=True))
 
 
-def test_generated_pages_are_judged() -> None:
+def test_docstrings_and_comments_are_judged() -> None:
+    source = '''x = "nobody"\n\n\ndef f():\n    """It is\n\n    `mended`, mended."""  # whoever\n'''
+    found = list(check_prose.problems(source, is_code=True))
+    assert [one.partition(": write")[0] for one in found] == ["7: 'mended'", "7: 'whoever'"]
+
+
+def test_generated_pages_and_sources_are_judged() -> None:
     names = {page.name for page in check_prose.default_pages(ROOT)}
     assert {"hooks.md", "seams.md", "experts.md", "transport.md", "simulated.md"} <= names
+    assert "root.py" in names
     assert len(names) > 50
 
 

@@ -39,7 +39,7 @@ pytestmark = [
 class _Quiet(SimpleHTTPRequestHandler):
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """It is not read."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Every loop prints the same losses under both engines, to the last bit."""
+"""Every loop prints the same losses under both engines, bitwise."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from launch_ranks import STEPS, Outcome, Undisturbed, by_hand
 
 
 def pytest_configure() -> None:
-    """Whoever ends the tests ends their daemons and hosts too, as Control-C does."""
+    """SIGTERM ends the tests with their daemons and hosts, as Control-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

@@ -91,7 +91,7 @@ def test_survivors_of_an_attempt(
 @needs_torchft
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_replica_groups_are_killed_and_come_back(nodes: RayCluster, tmp_path: Path) -> None:
-    """A worker of a group, then the node of a group: the other group goes on meanwhile."""
+    """A worker of a group, then the node of a group: the other group continues meanwhile."""
     groups, running = Groups(tmp_path / "run"), []
     place: list[Host] = []
     groups.out.mkdir()

@@ -99,7 +99,7 @@ def test_survivors_of_an_attempt(
 @pytest.mark.timeout(900)  # many interpreters start, and a second run follows
 @needs_torchft
 def test_replica_groups_are_killed_and_come_back(nodes: Cluster, tmp_path: Path) -> None:
-    """A rank of a group, then the node of a group: the other group goes on by itself meanwhile."""
+    """A rank of a group, then the node of a group: the other group continues by itself."""
     groups = Groups(tmp_path / "run")
     groups.out.mkdir()
     hosts = nodes.network.hosts

@@ -48,7 +48,7 @@ def test_matrices_are_orthogonalized_as_in_one_process(
     """Muon rounds gradients to bf16, and then makes their smallest directions as large as others.
 
     What ranks sum in another order therefore shows in the weights (by 3 to 9 % of how far they
-    moved), though hardly in the losses. That the optimizer itself is torch's to the last bit stands
+    moved), though hardly in the losses. That the optimizer itself is bitwise torch's is shown
     in the tests of polyshard-optimizers.
     """
     world: World = request.getfixturevalue(f"world{size}")

@@ -1,4 +1,4 @@
-"""Shards rest in files that nobody else sees, and training does not notice."""
+"""Shards rest in files that no other process sees, and training does not notice."""
 
 import tempfile
 from collections.abc import Callable

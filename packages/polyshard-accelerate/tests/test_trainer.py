@@ -1,4 +1,4 @@
-"""``Trainer.train`` with polyshard: losses of one process; a resumed run goes on bit by bit."""
+"""``Trainer.train`` with polyshard: losses of one process; a resumed run continues bitwise."""
 
 from __future__ import annotations
 

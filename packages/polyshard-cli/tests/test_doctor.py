@@ -115,7 +115,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch, address: str) -> Finding:
 
 
 def test_a_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = resolved(monkeypatch, "203.0.113.7")  # an address for documentation, nobody's
+    finding = resolved(monkeypatch, "203.0.113.7")  # an address for documentation, of no host
     assert finding.state is State.PROBLEM
     assert "203.0.113.7 are not this machine's" in finding.text
     assert finding.text.startswith("set GLOO_SOCKET_IFNAME")

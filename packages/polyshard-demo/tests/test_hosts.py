@@ -1,4 +1,4 @@
-"""Several hosts: one is dropped, cut off, slowed down or comes back, and nobody has to do anything.
+"""Several hosts: one is dropped, cut off, slowed down or comes back, without the user's doing.
 
 Hosts are network namespaces. CI drops one; ``--all-hosts`` tries the rest, and ``-s`` shows how
 long each took: ``python -m pytest packages/polyshard-demo/tests/test_hosts.py --all-hosts -s``
@@ -22,7 +22,7 @@ from polyshard_testing.hosts import NoHostsError
 pytestmark = pytest.mark.slow
 
 STEPS = 150
-STEPPED = r"^step +([3-9]\d|\d{3})/"  # not at once, so that there is something to go on from
+STEPPED = r"^step +([3-9]\d|\d{3})/"  # not at once, so that there is something to continue from
 HSDP = "--shard-ranks=2"
 CLOSE = 1e-3
 """How close losses are when other numbers of ranks have added them up."""
@@ -144,7 +144,7 @@ def test_a_host_comes_back(start: Start, tmp_path: Path, undisturbed: Undisturbe
 
 @pytest.mark.usefixtures("thorough")
 def test_the_store_is_lost(start: Start, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nobody can be found again without it: all end, and a job that is started anew goes on."""
+    """Hosts cannot find each other without it: all end, and a job started anew continues."""
     running = start(2, 2, HSDP)
     fault = time.monotonic()
     running.network.switch.crash()

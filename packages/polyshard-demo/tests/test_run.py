@@ -127,7 +127,7 @@ def test_resume_at_the_same_world_size_is_bitwise(
 
 
 def test_replicas_do_not_change_the_losses(reference: Path, tmp_path: Path) -> None:
-    """And a run goes on with replicas where it had shards."""
+    """And a run continues with replicas where it had shards."""
     start = reference / "checkpoints" / "step-000003"
     launch(tiny(tmp_path, shard_ranks=1, resume=start, timeout=60))
     assert losses(tmp_path) == pytest.approx(losses(reference), rel=1e-5)

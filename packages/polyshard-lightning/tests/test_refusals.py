@@ -1,4 +1,4 @@
-"""What is not supported is said, on every rank, with what to do instead."""
+"""What is not supported is an error on every rank, with what to do instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was saved and goes on is the run that was not interrupted, to the last bit."""
+"""A run that was saved and continues is bitwise the run that was not interrupted."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_an_exception_on_one_rank_ends_all_and_training_goes_on(rank: int, size:
     with raises_in_step(ArithmeticError, "a batch of one rank"):
         runs.fit(module, batches(4, rank))
     before = len(module.losses)
-    # On a device the other rank may see a loss before it hears of the failure.
+    # On a device the other rank may see a loss before it learns of the failure.
     is_ahead = torch.get_default_device().type != "cpu" and rank != Broken.fails_on
     assert before in ((2, 3) if is_ahead else (2,))
     again = trainer(size, PolyshardStrategy(), max_steps=2)

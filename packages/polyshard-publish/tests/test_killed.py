@@ -125,7 +125,7 @@ def test_a_kill_never_leaves_a_mixture(trial: int, tmp_path: Path) -> None:
                 generator.start()
                 before = newest(versions)
                 until(lambda: generator.serves()[0] is not None)
-                until(lambda: newest(versions) > before)  # the other one goes on
+                until(lambda: newest(versions) > before)  # the other one continues
             else:
                 chosen.choice(trainers).kill()
                 time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Failures on a device: whoever waits for it is told, and the next step's bits are right."""
+"""Failures on a device: ranks that wait for it are told, and the next step's bits are right."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def while_synchronizing(rank: int, size: int) -> None:
     else:
         with torch.no_grad():
             loss = job.loss(1)
-        await_all("launched", size)  # nobody hears of it while this is launched
+        await_all("launched", size)  # no rank learns of it while this is launched
         begin = time.monotonic()
         for wait in (loss.item, torch.accelerator.synchronize):
             wait()  # of no value, but it ends

@@ -147,7 +147,7 @@ def splits(rank: int, size: int) -> None:
 
 
 def dropped(rank: int, size: int) -> None:
-    """A work that nobody waits for keeps its tensors until it has ended."""
+    """A work that is not waited for keeps its tensors until it has ended."""
     out = torch.zeros(2 * size, device="sim")
     for turn in range(5):
         x = torch.full((2,), float(turn + rank), device="sim")
@@ -236,7 +236,7 @@ def aborted(rank: int, size: int) -> None:
         with pytest.raises(dist.DistBackendError, match="aborted"):
             dist.all_reduce(torch.ones(2, device="sim"), group=group)
     x = torch.ones(2, device="sim")
-    dist.all_reduce(x)  # other groups go on
+    dist.all_reduce(x)  # other groups continue
     assert x.tolist() == [2, 2]
 
 

@@ -24,7 +24,7 @@ TORCH_HAS_IT = "param_dtype_override_fn" in {f.name for f in fields(MixedPrecisi
 
 @dataclass(frozen=True)
 class WithOverride(MixedPrecisionPolicy):
-    """What stands in for the keyword on a torch that lacks it."""
+    """What replaces the keyword on a torch that lacks it."""
 
     param_dtype_override_fn: Override | None = None
 
@@ -99,7 +99,7 @@ def test_training_is_torchs(rank: int, size: int, reduce: torch.dtype | None) ->
 
 @ranks(2)
 def test_a_unit_of_which_all_is_overridden_is_one_without(rank: int, size: int) -> None:
-    """Bit by bit, on every torch: inputs alone are cast."""
+    """Bitwise, on every torch: inputs alone are cast."""
     runs = []
     for given in (policy(lambda p: p.dtype, cast_forward_inputs=False), MixedPrecisionPolicy()):
         model = shard(build(width=24, hidden=30, layers=1), fully_shard, mp_policy=given)

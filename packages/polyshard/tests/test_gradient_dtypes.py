@@ -82,7 +82,7 @@ def trained(function: Callable[..., Any], rank: int, what: str, policy: str) -> 
 @pytest.mark.parametrize("what", list(SAID))
 @ranks(2)
 def test_gradients_are_torchs(rank: int, size: int, what: str, policy: str) -> None:
-    """Bit by bit, with their dtypes."""
+    """Bitwise, with their dtypes."""
     theirs = trained(torch_fsdp.fully_shard, rank, what, policy)
     ours = trained(fully_shard, rank, what, policy)
     for found, expected in zip(ours, theirs, strict=True):

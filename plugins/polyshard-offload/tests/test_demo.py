@@ -1,4 +1,4 @@
-"""The demo trains with offload as it goes on from a checkpoint without."""
+"""The demo trains with offload as it continues from a checkpoint without."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def fits(rank: int, size: int, path: str, budget_bytes: int) -> list[float]:
 
 
 def does_not_fit(rank: int, size: int, path: str, budget_bytes: int) -> str:
-    """Without offload the parameters alone are too much: nothing is sent, nobody waits."""
+    """Without offload the parameters alone are too much: nothing is sent, no rank waits."""
     with limit(budget_bytes):
         try:
             build(None, LARGE)

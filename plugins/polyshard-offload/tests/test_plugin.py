@@ -114,7 +114,7 @@ def test_settings_travel_and_paths_may_differ(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_torchs_policy_stands_for_the_preset(rank: int, size: int) -> None:
-    """FSDP2's policy, by its own name, with an optimizer that nobody wrapped."""
+    """FSDP2's policy, by its own name, with an optimizer that is not wrapped."""
     models = []
     for keywords in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=True)}):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Training with offload is, to the last bit, training without."""
+"""Training with offload is bitwise training without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the Triton kernels with tensor operations, bit for bit; run as a program.
+"""Compares the Triton kernels with tensor operations, bitwise; run as a program.
 
 Triton's interpreter must be asked for before Triton is imported, hence a process of its own: on
 CUDA the kernels run as they are, elsewhere ``TRITON_INTERPRET=1`` runs them on a CPU.

@@ -31,7 +31,7 @@ def resumable(rank: int, size: int) -> dict[str, Any]:
 
 
 def resumed_elsewhere(rank: int, size: int, states: list[dict[str, Any]]) -> str:
-    """Refused on every rank; the plugin goes on from zero, with the model's own checkpoint."""
+    """Refused on every rank; the plugin continues from zero, with the model's own checkpoint."""
     plugin, model = _compensated()
     describe(model)
     whole = {key: value for state in states for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""A format that the plugin has never heard of: one class and one entry are all it takes."""
+"""A format that the plugin does not know: one class and one entry are all it takes."""
 
 from __future__ import annotations
 

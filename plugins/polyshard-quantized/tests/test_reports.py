@@ -1,4 +1,4 @@
-"""What is said of bytes and errors, against what is counted and computed."""
+"""Reports of bytes and errors, against what is counted and computed."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class StoppedError(Exception):
 
 
 def trained_until(rank: int, size: int, out: str, stop: int, given: dict[str, Any]) -> Digests:
-    """Start in ``out``, or go on there; ended when step ``stop`` has begun."""
+    """Start in ``out``, or continue there; ended when step ``stop`` has begun."""
 
     def end(step: int, slot: int) -> None:
         if step == stop:

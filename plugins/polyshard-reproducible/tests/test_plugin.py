@@ -64,7 +64,7 @@ def test_optimizers_of_whole_tensors_are_refused(made_by: Any) -> None:
 
 
 class Homemade(torch.optim.SGD):
-    """Nobody knows what it does."""
+    """What it does is not known."""
 
 
 def test_optimizers_that_nobody_knows_have_to_say_so() -> None:
@@ -299,7 +299,7 @@ def test_lossy_codecs_are_refused(rank: int, size: int) -> None:
 
 
 class Louder(ReduceCodec):
-    """Goes around another codec, and would change what that sums."""
+    """Wraps another codec, and would change what that sums."""
 
     name = "louder"
     settings = "by=2"

@@ -169,7 +169,7 @@ def test_guards_stop_at_the_same_step(world1: World, world2: World) -> None:
 
 
 def resumed(rank: int, size: int, folder: str, steps: range) -> Digests:
-    """Go on from what another number of ranks has saved, and save; noise in between."""
+    """Continue from what another number of ranks has saved, and save; noise in between."""
     run = Run((size,))
     state = TrainingState(run.model, [run.optimizer])
     checkpoints = Checkpoints(folder)

@@ -46,7 +46,7 @@ def whole_run(plan: Mapping[str, ParallelStyle] | None, model: nn.Module, mesh: 
 
 
 def refuses(rank: int, size: int, case: str) -> str:
-    """Rank 1 differs; every rank hears of it, and the next run is fine."""
+    """Rank 1 differs; every rank learns of it, and the next run is fine."""
     mesh = meshes(2, 2)
     plan, model = mlp_plan(), mlp()
     if rank == 1 and case == "plan":

@@ -78,7 +78,7 @@ class Groups:
         return int(last + STEPS_AFTER)
 
     def compare(self, steps: int, out: Path) -> None:
-        """With a run in which nobody is killed, started by hand: every loss, and the last bits."""
+        """With a run without kills, started by hand: every loss, and the last bits."""
         sys.path.insert(0, str(REPLICAS))  # of the processes that it starts, too
         try:
             from kills import Plan, undisturbed

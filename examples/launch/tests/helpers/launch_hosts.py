@@ -13,7 +13,7 @@ def name_of(host: Host) -> str:
 
 
 def write_names(file: Path, network: Network) -> None:
-    """Write what stands in /etc/hosts of every host."""
+    """Write /etc/hosts of every host."""
     lines = [f"{host.address} {name_of(host)}" for host in (network.switch, *network.hosts)]
     file.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n", encoding="utf-8")
 

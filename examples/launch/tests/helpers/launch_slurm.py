@@ -157,7 +157,7 @@ def cluster(count: int) -> Iterator[Cluster]:
     if os.geteuid():
         raise NoSlurmError("slurmd and network namespaces need root")
     with ExitStack() as opened:
-        # munge wants a folder that everybody may enter, and nobody else may write into.
+        # munge wants a folder that all users may enter, and no other may write into.
         folder = Path(
             opened.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", dir="/run"))
         )

@@ -1,7 +1,7 @@
 """A training with ``attempt``: rank 1 raises in a step, and is killed in a later one.
 
 Each rank has all weights (HSDP of one shard): what the survivor saves is complete, and the training
-started again goes on from there. Ranks write what they have come to into ``said-RANK``.
+started again continues from there. Ranks write what they have come to into ``said-RANK``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check(out: Path, is_saved: bool) -> None:
 
 
 def check_again(out: Path) -> None:
-    """Whether ranks that were started again went on from there."""
+    """Whether ranks that were started again continued from there."""
     for rank in (0, 1):
         said = (out / f"said-{rank}").read_text("utf-8").splitlines()
         assert said[-2:] == [f"starts with {DIES}", "done"]

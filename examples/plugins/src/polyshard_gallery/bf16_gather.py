@@ -22,7 +22,7 @@ class Bf16Gather(GatherCodecPlugin):
         return self.layout.shard_numel * WIRE.itemsize
 
     def encode(self, shard: Tensor, payload: Tensor) -> None:
-        payload.view(WIRE).copy_(shard)  # padding travels along, and nobody reads it
+        payload.view(WIRE).copy_(shard)  # padding travels along, and is not read
 
     def decode(self, payloads: Tensor, regions: Sequence[Tensor]) -> None:
         shards = payloads.view(WIRE)

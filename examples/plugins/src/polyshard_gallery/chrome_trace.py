@@ -43,7 +43,7 @@ class ChromeTrace(ObserverPlugin):
             self._file = (self._folder / f"rank{_rank()}.json").open("w", encoding="ascii")
             self._file.write("[\n")
         else:
-            self._file.seek(self._file.tell() - len("\n]\n"))  # go on where the list was closed
+            self._file.seek(self._file.tell() - len("\n]\n"))  # continue where the list was closed
             self._file.write(",\n")
         self._file.write(",\n".join(self._events) + "\n]\n")
         self._file.flush()

@@ -23,7 +23,7 @@ class MappedStorage(StoragePlugin):
         self.resting = self.near = shard
         if shard.is_meta or not shard.numel():  # nothing to keep (yet)
             return shard
-        # A name that nobody can guess, gone at once: the mapping alone keeps the file.
+        # A name that cannot be guessed, gone at once: the mapping alone keeps the file.
         with tempfile.NamedTemporaryFile(dir=self.folder or None) as file:
             file.truncate(shard.nbytes)
             numel, dtype = shard.numel(), shard.dtype

@@ -81,7 +81,7 @@ class PolyshardAccelerator(Accelerator):
 
     @override
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As ever; models are sharded first, and optimizers step what became of parameters."""
+        """As in the base; models are sharded first, and optimizers step the sharded parameters."""
         for given in args:
             if isinstance(given, nn.Module):
                 self._shard(given)
@@ -152,7 +152,7 @@ class PolyshardAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **others: Any
     ) -> str:
-        """As ever, but models and optimizers are saved sharded, in folders ``polyshard_N``.
+        """As in the base, but models and optimizers are saved sharded, in ``polyshard_N`` folders.
 
         Hooks for saving that were registered are called without models.
 

@@ -169,7 +169,7 @@ class PolyshardTrainer(Trainer):
 
 
 class _Saved(nn.Module):
-    """Stands in for a model that was saved already."""
+    """Replaces a model that was saved already."""
 
 
 def _saves_itself(model: nn.Module) -> bool:

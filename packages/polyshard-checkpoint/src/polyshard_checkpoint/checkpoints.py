@@ -4,7 +4,7 @@
 What training waits for is one copy of this rank's shards. The memory is kept for the next save:
 fresh pages cost more than the copy. With an accelerator it is pinned and the copies are queued on
 the current stream, so nothing waits here; the optimizer's next step comes after them on the stream,
-and whoever reads the copies waits for the event.
+and the thread that reads the copies waits for the event.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Checkpoints:
     """The checkpoints of one run, in one folder that all ranks see and no other run uses.
 
     All methods are collective: every rank calls them, in the same order. As a context manager it
-    waits at the end for a save that is still going on.
+    waits at the end for a save that is still under way.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Checkpoints:
         Args:
             folder: made when something is saved.
             keep: how many of the newest intact checkpoints a save leaves; ``None`` for all.
-            progress: called on each rank as a save goes on, in the thread that writes.
+            progress: called on each rank while a save is written, in the thread that writes.
 
         Raises:
             SettingError: when ``keep`` is not a positive number.
@@ -252,7 +252,7 @@ class Checkpoints:
             return self._write(step, entries, left, partial=partial)
 
     def _abandon(self) -> None:
-        """End a save that is still going on, and may wait for the rank that died."""
+        """End a save that is still under way, and may wait for the rank that died."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -264,7 +264,7 @@ class Checkpoints:
                 saving.wait()
 
     def wait(self) -> None:
-        """Wait for a save that is still going on.
+        """Wait for a save that is still under way.
 
         Raises:
             CheckpointError: on every rank alike, when it failed on any; said once, so not if

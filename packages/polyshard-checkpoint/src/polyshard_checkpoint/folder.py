@@ -1,11 +1,11 @@
 """The folder that holds a run's checkpoints: names, order, completion, rotation.
 
 [Note: whole or not at all]
-A checkpoint is written into a folder beside its later name, under a name that nobody can guess and
+A checkpoint is written into a folder beside its later name, under a name that cannot be guessed and
 that no checkpoint has. When all files have reached the disk the manifest is written, and the folder
-gets its name, which is one step for whoever looks. A job that is killed before leaves a folder that
-is no checkpoint, which the next save removes; one that is killed after has saved. No name is used
-twice, so nothing is ever in the way of a new checkpoint, and older ones are removed last.
+gets its name, which readers see as one step. A job that is killed before leaves a folder that is no
+checkpoint, which the next save removes; one that is killed after has saved. No name is used twice,
+so nothing is ever in the way of a new checkpoint, and older ones are removed last.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Folder:
         return intact[0][0] + 1 if intact else 0
 
     def _ordered(self) -> tuple[list[tuple[int, Path]], list[str]]:
-        """Each is read once: somebody may take it away at any time."""
+        """Each is read once: other programs may take it away at any time."""
         intact, damaged = [], []
         for path in self._named():
             try:

@@ -93,7 +93,7 @@ class Manifest:
             ) from error
 
     def is_typed(self) -> bool:
-        """Whether everything is of the type it is said to be; JSON may hold anything."""
+        """Whether everything is of the type that is declared; JSON may hold anything."""
         numbers = [self.step, self.order, self.world_size, *(f.bytes for f in self.files.values())]
         texts = [self.torch, *self.missing, *(f.sha256 for f in self.files.values())]
         return all(type(n) is int and n >= 0 for n in numbers) and all(

@@ -1,6 +1,6 @@
 """State of any form as entries of a checkpoint: its plain part as bytes, its tensors as tensors.
 
-``torch.distributed.checkpoint`` fills what it is given, so whoever loads has to know the form of
+``torch.distributed.checkpoint`` fills what it is given, so the loading job has to know the form of
 what was saved. A scheduler or a plugin may not know it before it has loaded. So the form is saved
 too, without tensors, and read first.
 """

@@ -3,7 +3,7 @@
 [Note: pickles in checkpoints]
 Tensors of such a checkpoint are read with ``weights_only=True``. Two things are not: the file
 ``.metadata``, which is a pickle, and values that are no tensors, which the default planner loads as
-any pickle. A pickle names functions to call, so whoever can write a checkpoint could run code in
+any pickle. A pickle names functions to call, so the author of a checkpoint could run code in
 the process that loads it. The reader here resolves only the classes that torch's own metadata
 consists of, and the planner only what ``weights_only=True`` admits; anything else is an error that
 names it, before it is called.
@@ -106,7 +106,7 @@ def _metadata(path: pathlib.Path) -> Metadata:
 
 
 def _check_places(metadata: Metadata) -> None:
-    """Refuse tensors that are said to be elsewhere than in the checkpoint."""
+    """Refuse tensors whose place is not in the checkpoint."""
     places = metadata.storage_data
     if not isinstance(places, dict) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError("it does not say where tensors are")

@@ -109,7 +109,7 @@ class TrainingState:
         return entries, tuple(notes)
 
     def load(self, place: str, entries: Entries) -> None:
-        """Go on from entries that were loaded into :meth:`room`.
+        """Continue from entries that were loaded into :meth:`room`.
 
         Raises:
             CheckpointError: naming what did not take its state.

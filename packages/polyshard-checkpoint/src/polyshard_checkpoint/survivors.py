@@ -86,7 +86,7 @@ class Survivors(Ranks):
         return self._members
 
     def compare(self, what: str, value: object) -> None:
-        """Refuse to go on unless ``value`` is the same on all.
+        """Refuse to continue unless ``value`` is the same on all.
 
         Raises:
             CheckpointError: on every rank alike.
@@ -133,7 +133,7 @@ class Survivors(Ranks):
 
     @override
     def close(self) -> None:
-        """Remove the folder once nobody reads it any more."""
+        """Remove the folder, which no rank reads any more."""
         self._number = 0
         with suppress(OSError):
             replace_file(self._file("left", self.rank), b"")

@@ -43,8 +43,8 @@ def attempt(work: Callable[[], T]) -> Attempted[T]:
 class Ranks:
     """All ranks of the job, or this process alone where ``torch.distributed`` is not in use.
 
-    They talk over a gloo group of their own: a save may go on in another thread while the job's own
-    group is used, and what is said are texts and numbers on the host.
+    They talk over a gloo group of their own: a save may be written in another thread while the
+    job's group is used, and what ranks tell each other are texts and numbers on the host.
     """
 
     # All of these from the first use on: a run may make its checkpoints before its process group,
@@ -98,7 +98,7 @@ class Ranks:
 
     @property
     def part(self) -> tuple[int, int]:
-        """The how-manieth of how many this is, where work is shared."""
+        """This rank's place among the members, from 0, and their number, to share work by."""
         return self.members.index(self.rank), len(self.members)
 
     @property

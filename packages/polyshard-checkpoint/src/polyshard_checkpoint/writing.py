@@ -49,7 +49,7 @@ class _SummedFiles(FileSystem):
     @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        # Never into what somebody else has put there: the folder is new, and so are its files.
+        # Never into a file of another program: the folder is new, and so are its files.
         with Path(path).open("xb" if mode == "wb" else mode) as file:
             stream = _Summed(file, self._progress)
             yield stream

@@ -1,4 +1,4 @@
-"""Saves that go on while training does."""
+"""Saves that continue while training does."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_failed_save_is_said_once_and_to_all(rank: int, size: int, tmp_path: P
 
 @ranks(2)
 def test_a_failed_save_that_was_handled_is_over(rank: int, size: int, tmp_path: Path) -> None:
-    """Training goes on after it, and the next save is one."""
+    """Training continues after it, and the next save is one."""
     job = Job.start(rank, size)
     job.train(1)
     disk_is_full = True

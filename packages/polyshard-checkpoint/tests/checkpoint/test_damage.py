@@ -164,7 +164,7 @@ def test_one_that_is_asked_for_is_not_replaced_by_another(tmp_path: Path) -> Non
 
 
 def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
-    """A run that went back to an earlier step goes on from its own, not from what it left."""
+    """A run that went back to an earlier step continues from its own, not from what it left."""
     saved(tmp_path, 1, 2, 3)
     checkpoints, found = Checkpoints(tmp_path, keep=None), state()
     checkpoints.load(found, tmp_path / "step-000001")
@@ -311,7 +311,7 @@ def test_another_model_says_so(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_valid_sums_still_runs_nothing(tmp_path: Path) -> None:
-    """Whoever can write a checkpoint can write its checksums too."""
+    """The author of a checkpoint can write its checksums too."""
     saved(tmp_path, 1)
     folder, victim = tmp_path / "step-000001", tmp_path / "pwned"
     content = io.BytesIO()

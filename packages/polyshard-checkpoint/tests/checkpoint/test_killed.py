@@ -41,7 +41,7 @@ def save_until(call: int, folder: Path) -> int:
         try:
             Checkpoints(folder, keep=1).save(2, TrainingState(small(2), random=False))
             os._exit(0)
-        finally:  # it must not go on as a second pytest
+        finally:  # it must not continue as a second pytest
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

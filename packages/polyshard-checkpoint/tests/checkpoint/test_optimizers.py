@@ -158,7 +158,7 @@ def test_state_of_a_parameter_without_dims(rank: int, size: int, tmp_path: Path,
 
 
 def test_what_the_optimizer_had_before_is_gone(tmp_path: Path) -> None:
-    """Loaded in a process that goes on: with gradients, and state that the checkpoint lacks."""
+    """Loaded in a process that continues: with gradients, and state that the checkpoint lacks."""
     make = of_all(torch.optim.Adam, lr=0.01)
     plain = Run(make, 0)
     fresh, trained = Run(make, 0).state, plain.state

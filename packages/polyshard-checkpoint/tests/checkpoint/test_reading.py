@@ -1,4 +1,4 @@
-"""Checkpoints that were written to harm whoever loads them."""
+"""Checkpoints that were written to harm the process that loads them."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_without_a_process_group(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_all_that_are_left_may_be_all(rank: int, size: int, tmp_path: Path) -> None:
-    """Nobody died: a save like any other, without a collective."""
+    """No rank died: a save like any other, without a collective."""
     job = Job.start(rank, size)
     job.train(1)
     for again in range(2):

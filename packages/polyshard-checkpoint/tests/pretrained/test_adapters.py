@@ -24,7 +24,7 @@ LLAMA = ARCHITECTURES["Llama"]
 
 
 def adapted(base: Any, seed: int) -> Any:
-    """With adapters, and a norm that is trained in place of a copy."""
+    """With adapters, and a norm that is trained instead of a copy."""
     settings = {"r": 3, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["norm"]}
     model = peft.get_peft_model(base, peft.LoraConfig(**settings))
     random = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What is read and written of a folder, how much of it, and what is said where it does not fit."""
+"""What is read and written of a folder, how much of it, and the error where it does not fit."""
 
 from __future__ import annotations
 

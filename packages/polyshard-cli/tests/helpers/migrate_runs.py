@@ -1,4 +1,4 @@
-"""Migrating text in tests, and what was said of it."""
+"""Migrating text in tests, and the findings about it."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def of_the_default_mesh(rank: int, size: int) -> Document:
 
 
 def refusal(rank: int, size: int, meshes: Sequence[str]) -> str:
-    """What is said of a model whose units are on several meshes; or of one that is not sharded."""
+    """Words about a model whose units are on several meshes; or about one that is not sharded."""
     del rank, size
     model = plan_models.small()
     for block, mesh in zip(model.blocks, meshes, strict=False):

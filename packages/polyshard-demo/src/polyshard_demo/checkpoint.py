@@ -1,8 +1,8 @@
-"""Where a run keeps its checkpoints, and what has to fit before a run goes on from one.
+"""Where a run keeps its checkpoints, and what has to fit before a run resumes from one.
 
 On disk: ``<run>/run.json`` says what the run trains, as plain data, and ``<run>/checkpoints/``
-holds what :class:`polyshard_checkpoint.Checkpoints` writes. The tensors are sharded by whoever
-loads them, so any world size and engine can go on from them.
+holds what :class:`polyshard_checkpoint.Checkpoints` writes. The run that loads the tensors shards
+them, so any world size and engine can resume from them.
 """
 
 import json
@@ -33,14 +33,14 @@ def run_of(path: Path) -> Path:
 
 
 def write_run(settings: Settings, corpus: Corpus) -> None:
-    """Note what is trained, for those who go on from it."""
+    """Note what is trained, for runs that resume from it."""
     record = {"settings": settings.to_plain(), "text": corpus.name, "digest": corpus.digest}
     settings.out.mkdir(parents=True, exist_ok=True)
     replace_file(settings.out / RECORD, json.dumps(record, indent=1).encode())
 
 
 def find_source(settings: Settings, corpus: Corpus) -> Path | None:
-    """What a run goes on from: a run directory, or one of its checkpoints.
+    """What a run resumes from: a run directory, or one of its checkpoints.
 
     Raises:
         DemoError: where there is nothing, or another model or other data was trained; for a run in
@@ -83,7 +83,7 @@ def restore(settings: Settings, corpus: Corpus, state: TrainingState) -> Restore
 
 
 def check_continues(run: Path, settings: Settings, corpus: Corpus) -> None:
-    """Refuse to go on from a run whose model or data differ.
+    """Refuse to resume from a run whose model or data differ.
 
     Ranks, engine, precision, micro-batches, learning rate and length may change.
 

@@ -35,7 +35,7 @@ def write_page(settings: Settings) -> str:
     """Make the page of the run in ``settings.out``; what to say of it.
 
     This process must have no process group. A run that has ended well is not failed by its page:
-    whatever cannot be predicted stands on it as a sentence, and whatever else fails is said.
+    it says in a sentence what cannot be predicted, and any other failure is printed.
     """
     path = settings.out / "report.html"
     try:

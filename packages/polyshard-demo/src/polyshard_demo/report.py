@@ -77,7 +77,7 @@ class History:
         return asdict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Continue from what :meth:`state_dict` gave."""
         self.steps[:] = [Step(**step) for step in state_dict["steps"]]
         self.evaluations[:] = [Evaluation(**found) for found in state_dict["evaluations"]]
 

@@ -18,7 +18,7 @@ PresetName = Literal["tiny", "small", "medium"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 AUTO = Path("auto")
-"""``resume`` of a run that goes on in ``out``, or starts there."""
+"""``resume`` of a run that continues in ``out``, or starts there."""
 SOME = ("ranks", "tp", "steps", "batch", "sequence", "accumulate", "eval_batches", "log_every")
 """At least 1."""
 SOME_OR_NONE = ("checkpoint_every", "eval_every", "seed", "shard_ranks", "timeout", "reproducible")

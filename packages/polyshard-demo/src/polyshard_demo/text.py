@@ -60,7 +60,7 @@ class Batches:
 
     The rows of a step's global batch depend on nothing but the seed and the step. Part ``r`` of
     ``world_size`` has the ``r``-th block of them, so any number of parts that divides the batch
-    trains on the same rows, and going on at a step needs no saved state.
+    trains on the same rows, and to resume at a step needs no saved state.
     """
 
     corpus: Corpus

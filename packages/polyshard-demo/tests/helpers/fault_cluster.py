@@ -73,7 +73,7 @@ def job(
     script: Path = SCRIPT,
     fewest_hosts: int = 1,
 ) -> Iterator[Job]:
-    """A job that has just been started on new hosts, and goes on with ``fewest_hosts`` of them.
+    """A job that has just been started on new hosts, and continues with ``fewest_hosts`` of them.
 
     Raises:
         NoHostsError: when this machine cannot have them.

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from polyshard_checkpoint import checkpoints_in
 from polyshard_cli.main import app
 
-# Why the store of agents is not shared with ranks is said in docs/how-to/several-hosts.md.
+# docs/how-to/several-hosts.md says why the store of agents is not shared with ranks.
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SCRIPT = EXAMPLES / "train_lm.py"
@@ -50,7 +50,7 @@ def losses(run: Path) -> list[float]:
 
 @dataclass(frozen=True)
 class Line:
-    """What was said, and when (seconds of ``time.monotonic``)."""
+    """What was printed, and when (seconds of ``time.monotonic``)."""
 
     time: float
     text: str
@@ -64,7 +64,7 @@ class Agent:
     lines: list[Line] = field(default_factory=list)
 
     def read(self) -> None:
-        """Take down what is said until the end."""
+        """Take down what is printed until the end."""
         assert self.process.stdout is not None
         for text in self.process.stdout:
             self.lines.append(Line(time.monotonic(), text.rstrip()))

@@ -27,7 +27,7 @@ from polyshard_cli.plan import PlanError, units_of
 __all__ = ["STEPS", "Sharding", "watch_steps"]
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""What Lightning calls in place of ``forward``."""
+"""What Lightning calls instead of ``forward``."""
 
 
 @dataclass(frozen=True)

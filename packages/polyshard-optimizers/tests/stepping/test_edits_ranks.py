@@ -1,7 +1,7 @@
 """Ranks: whatever is edited between a backward and a step is stepped as torch would have it.
 
 Each edit is made to two models of one engine, one of which steps flat. Edits are of one parameter,
-so that the others of its run go on; and they follow each other in any order.
+so that the others of its run continue; and they follow each other in any order.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def edit_state(trained: Trained, parameter: Any) -> None:
 
 
 def move_state(trained: Trained, parameter: Any) -> None:
-    """Its memory, beneath the same objects; somebody holds what was there."""
+    """Its memory, beneath the same objects; other code holds what was there."""
     state = trained.optimizer.state.get(parameter)
     if state:
         for name, factor in (("exp_avg", 2.0), ("exp_avg_sq", 3.0), ("step", 2.0)):

@@ -117,7 +117,7 @@ def test_the_others_are_refused_with_the_reason(name: str) -> None:
 
 
 class Mine(optim.Adam):
-    """Nobody knows what it computes."""
+    """What it computes is not known."""
 
 
 class Shaped(Optimizer):

@@ -1,4 +1,4 @@
-"""Somebody else keeps the state of some parameters, and lends them when they are stepped."""
+"""A plugin keeps the state of some parameters, and lends them when they are stepped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that nobody has been shown is not looked at, and whatever was shown is."""
+"""State that was never shown is not looked at, and whatever was shown is."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_storage(storage: Any) -> None:
     torch.empty(0).set_(storage).mul_(3)
 
 
-# What somebody may keep of optimizer.state[parameter], and how it is changed by that alone.
+# What other code may keep of optimizer.state[parameter], and how it is changed by that alone.
 KEPT: dict[str, tuple[Hold, Change]] = {
     "entry": (lambda states, p: states[p]["exp_avg"], lambda e: set_data(local_part(e))),
     "local tensor": (lambda states, p: local_part(states[p]["exp_avg"]), set_data),
@@ -145,7 +145,7 @@ def test_a_checkpoint_opens_it_for_a_step(rank: int, size: int) -> None:
 
 
 def test_state_that_other_processes_share_is_looked_at() -> None:
-    """Nobody here holds it, and it changes."""
+    """The test does not hold it, and it changes."""
     shelf = Shelf((8,))
     optimizer = flat(torch.optim.AdamW(shelf.params))
     shelf.give_gradients()

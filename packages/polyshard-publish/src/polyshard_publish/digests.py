@@ -5,7 +5,7 @@ The rows of a tensor (its last dim) are read as signed words of four bytes, fill
 The digest is ``sum(word[i] * key(i)) mod 2^64``, where ``key(i)`` is the product of one odd
 pseudo-random number for each dim's index. So
 
-- parts may be added by whoever holds them, in any order: ranks sum theirs, and a receiver that
+- each rank may add the parts that it holds, in any order: ranks sum theirs, and a receiver that
   holds the tensor whole, or cut in another way, finds the same number. A word that is cut is the
   sum of its parts, each with zeros for the rest;
 - one changed word always changes the digest, as an odd factor loses no bit;

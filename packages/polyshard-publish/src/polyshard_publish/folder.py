@@ -163,7 +163,7 @@ class _FolderSending:
         if self._target.notify is not None:
             try:
                 self._target.notify(final, version)
-            except Exception as error:  # the version is served: ranks must not hear that it is not
+            except Exception as error:  # the version is served: ranks must not be told otherwise
                 problem = f"{type(error).__name__}: {error}"
                 said = f"version {version} is served, but notify() failed: {problem}"
                 warnings.warn(said, RuntimeWarning, stacklevel=2)

@@ -6,7 +6,7 @@ A patch lists *grains* of its box: runs of as many elements each, in the order o
 digests of blocks are kept, and one grain as long as the box is all of it. So there is one form.
 
 Positions of grains travel as the gaps between them, in bytes: one below 255 ends a gap, 255 says
-that it goes on. A gap is the sum of its bytes, so positions are the running sum at those that end
+that it continues. A gap is the sum of its bytes, so positions are the running sum at those that end
 one, and those of a box never take more than a byte for each of its elements.
 
 [Note: codes]
@@ -31,7 +31,7 @@ from polyshard_publish.digests import bits, block_digests
 from polyshard_publish.errors import PublishError
 
 LAST = 255
-"""The byte of a gap that goes on, and the code of a difference that needs more than a byte."""
+"""The byte of a gap that continues, and the code of a difference that needs more than a byte."""
 
 
 @dataclass(frozen=True)

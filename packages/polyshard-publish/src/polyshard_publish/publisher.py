@@ -7,9 +7,9 @@ converted twice, and tensors that are not floating-point are never converted.
 
 [Note: one version]
 All ranks do the same: (1) rank 0 asks each receiver what it has, begins the version there, and says
-what it heard; (2) every rank begins too, and walks through its pieces, at most ``PIECE_BYTES`` at a
-time: converts, adds to digests, finds what changed, sends; (3) ranks add up digests, and hear which
-receivers got everything from all of them; (4) rank 0 commits at those, withdraws at the others, and
+what they said; (2) every rank begins too, and walks through its pieces, at most ``PIECE_BYTES`` at
+a time: converts, adds to digests, finds what changed, sends; (3) ranks add up digests, and learn
+which receivers got everything from all; (4) rank 0 commits at those, withdraws at the others, and
 says how it went. A rank that fails says so in (3) instead of leaving others to wait. Ranks meet
 three times, each in one sum of integers; only errors, which are rare, are gathered as objects.
 """

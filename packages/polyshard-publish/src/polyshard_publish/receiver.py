@@ -2,7 +2,7 @@
 
 [Note: atomic versions]
 Patches of a version are kept aside until all ranks have sent theirs and rank 0 says the digests of
-all tensors. Then, while nobody reads, each patch is exchanged with what is in its place, and every
+all tensors. Then, while no reader is let in, each patch is exchanged with what is in its place, and
 tensor's digest is computed from the memory that will be served. If one differs the patches are
 exchanged back. Memory is that of the weights and of one update. A sender that dies before its
 ``commit`` has changed nothing, and a receiver that dies has nothing half-written, as it holds
@@ -230,7 +230,7 @@ class Receiver:
                 _check_whole(staged)
             if len(digests) != len(staged.catalogue):
                 raise ProofError(f"version {version} has digests of other tensors.")
-            self._staged = None  # nobody adds to it now
+            self._staged = None  # no patch is added to it now
             self._free.wait_for(lambda: not self._is_switching)
             self._is_switching = True
             try:
@@ -317,8 +317,8 @@ class ReceiverServer:
 
         Args:
             receiver: gets what comes.
-            host: whoever reaches it and knows the ``token`` can replace weights, so not the address
-                of a network that others use.
+            host: a client that reaches it and knows the ``token`` can replace weights, so not the
+                address of a network that others use.
             port: to listen at.
             token: that senders must say.
 

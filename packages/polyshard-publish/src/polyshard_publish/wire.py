@@ -14,8 +14,8 @@ says so and hangs up. Each rank has a connection to each receiver, for one versi
   is served.
 
 An answer with ``error`` and ``message`` is an error of that class. Nothing is switched before the
-``commit``, which comes when all ranks have had their ``end`` answered; whoever hangs up before has
-withdrawn the version. Numbers are little-endian.
+``commit``, which comes when all ranks have had their ``end`` answered; a sender that hangs up
+before has withdrawn the version. Numbers are little-endian.
 """
 
 from __future__ import annotations

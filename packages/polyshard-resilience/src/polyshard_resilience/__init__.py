@@ -1,4 +1,4 @@
-"""Long runs: all ranks hear of a failure, steps are undone, guards watch what a run computes."""
+"""Long runs: all ranks learn of a failure, steps are undone, guards watch what a run computes."""
 
 from polyshard_resilience.guards.corruption import Corruption
 from polyshard_resilience.guards.nonfinite import NonFinite

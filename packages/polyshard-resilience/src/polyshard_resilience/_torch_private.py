@@ -4,12 +4,12 @@
 gloo has no call that ends a transfer under way (torch's ``abort()`` does nothing there). But a
 receive that is not answered in time makes gloo close every pair of its context, which ends all that
 waits in it, in whatever thread, with an error; and since a pair is a TCP connection, the other end
-is woken as well. So whoever wants all of it to end waits for a message that nobody sends, for a
-millisecond. What was cut stays so: new connections are made.
+is woken as well. So a rank that wants to end all of it waits a millisecond for a message that no
+rank sends. What was cut stays cut: new connections are made.
 
 [Note: aborting]
 On a device a collective that a rank does not join keeps its stream for ever. ``abort()`` ends it
-and all later ones of the communicator: the stream goes on with whatever its memory holds, and no
+and all later ones of the communicator: the stream continues with whatever its memory holds, and no
 wait of the host raises anything. torch's own ``_abort_process_group`` also forgets the groups,
 which meshes and users still hold. Here they stay, and get backends made anew as torch makes them
 (``_new_process_group_helper``). To abort one communicator is to free its memory, for which CUDA
@@ -40,10 +40,10 @@ CUT_TAG = (1 << 31) - 1
 """No transfer has it."""
 _MOMENT = timedelta(milliseconds=1)
 COLLECTIVES = frozenset((distributed_c10d.__file__, _functional_collectives.__file__))
-"""Files that all collectives pass through, whoever makes them."""
+"""Files that all collectives pass through, in the engine and elsewhere."""
 _OF_GLOO = re.compile("gloo/transport|pair closure")
 MOST_GROUPS = 64
-"""To mend more would take longer than to start again. A mesh has one for each of its axes."""
+"""To repair more would take longer than to restart. A mesh has one for each of its axes."""
 _TYPES = range(32, 256)
 """Of backends: a byte, far above those that torch knows."""
 
@@ -59,8 +59,8 @@ def connect_gloo(
 ) -> dist.ProcessGroup:
     """Connections of ``size`` ranks, which all ask for the same ``name`` of ``store``.
 
-    A process group that torch's registry does not know: its name is nobody's business, and it goes
-    when nobody holds it. Modes of torch's dispatcher see its operations like those of any other.
+    A process group that torch's registry does not know: it needs no name there, and is freed when
+    it is held no more. Modes of torch's dispatcher see its operations like those of any other.
     On the shared device (its files and its thread) they cost no more of these, however often.
     """
     prefixed = dist.PrefixStore(name, store)
@@ -78,12 +78,12 @@ def connect_gloo(
 
 @functools.cache
 def _shared_device() -> Any:
-    """One for the process: what was mended once stays, without connections."""
+    """One for the process: connections that were repaired once keep it for good."""
     return dist.ProcessGroupGloo.create_default_device()
 
 
 def forget_gloo(store: dist.Store, name: str, rank: int) -> None:
-    """Take back what :func:`connect_gloo` left in ``store`` for others, who have read it."""
+    """Take back what :func:`connect_gloo` left in ``store`` for other ranks, which have read it."""
     store.delete_key(f"{name}/0/{rank}")
 
 
@@ -232,7 +232,7 @@ def abort(found: dict[str, Working]) -> None:
 def await_devices() -> None:
     """Wait for all that was launched on this process's device, to the end of what was aborted."""
     if torch.accelerator.is_available():
-        with suppress(dist.DistBackendError):  # nobody asks any more how it went
+        with suppress(dist.DistBackendError):  # how it ended does not matter any more
             torch.accelerator.synchronize()
 
 

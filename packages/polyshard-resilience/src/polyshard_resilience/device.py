@@ -131,7 +131,7 @@ class DeviceSteps:
     def _wait_for_report(self) -> None:
         """All ranks know that they are apart, and look for where each is.
 
-        Where they are not, what they compared was overwritten, and nobody reports anything.
+        Where they are not, what they compared was overwritten, and no rank reports anything.
         """
         alarm, begin = self._alarm, time.monotonic()
         assert alarm.board is not None

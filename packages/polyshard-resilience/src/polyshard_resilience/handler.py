@@ -81,7 +81,7 @@ def check_enabled(ranks: Sequence[int], what: str) -> None:
 
 
 def refusal_of(error: RuntimeError) -> PolyshardError | None:
-    """What to raise in place of ``error``, where another rank's failure explains it."""
+    """What to raise instead of ``error``, where another rank's failure explains it."""
     handler = failure_handler()
     return handler.refusal_of(error) if isinstance(handler, AlarmHandler) else None
 
@@ -180,7 +180,7 @@ class AlarmHandler(FailureHandler):
         alarm.see()
 
     def refusal_of(self, error: RuntimeError) -> PolyshardError | None:
-        """What to raise in place of what a call raised. See [Note: let down elsewhere]."""
+        """What to raise instead of what a call raised. See [Note: let down elsewhere]."""
         alarm = self.alarm
         if not is_from_backend(error) or isinstance(error, PolyshardError):
             return None

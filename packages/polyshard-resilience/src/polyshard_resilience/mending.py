@@ -1,12 +1,12 @@
 """Process groups that were cut or aborted are connected anew, as the objects that they are.
 
-[Note: mending]
-Meshes, tensors and users hold the process groups of a mesh, so new ones would help nobody. A group
+[Note: repaired groups]
+Meshes, tensors and users hold the process groups of a mesh, so new groups would not help. A group
 gets a new backend instead: on gloo over a wire (``wire.py``) of its own among the same ranks, on a
-device one that torch makes anew, when all of the ranks have met. All of them come, each of its
+device one that torch makes anew, when all of the ranks have met. All of them come, each to its
 groups in the order of their names: a rank in a group with a rank that cut knows of it (see
 [Note: who has cut] of ``alarm/cuts.py``). Groups with a rank that will not come back stay broken.
-Backends of others cannot be made anew: where their ranks are out of step, no rank goes on.
+Other kinds of backends cannot be made anew: where their ranks are out of step, all ranks raise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from polyshard_resilience.wire import WatchedWire
 def mend_groups(alarm: Alarm) -> None:
     """Connect every process group anew that was broken in the epoch which this rank has left.
 
-    All ranks do so before they use one. They wait for each other only if there is one to mend.
+    All ranks do so before they use one. They wait for each other only if there is one to repair.
 
     Raises:
         PeerError: when another rank does not come.

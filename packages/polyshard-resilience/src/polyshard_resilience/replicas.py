@@ -200,7 +200,7 @@ class Replicas:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what a peer's :meth:`state_dict` returned.
+        """Continue from what a peer's :meth:`state_dict` returned.
 
         Raises:
             CheckpointError: naming what the peer has otherwise; nothing is loaded then.

@@ -2,19 +2,19 @@
 
 [Note: wires]
 Transfers over gloo do not use the process group that a mesh brings: what ends a transfer under way
-there ends the group for good (see [Note: cutting] of
-``_torch_private.py``), with all that its owner
-does with it. A wire is a set of connections of the same ranks, made at its first use; groups that
-communicate among the same ranks share it. When the alarm rings it is cut, and in the next epoch it
-is made anew, as soon as all of its ranks have come.
+there ends the group for good (see [Note: cutting] of ``_torch_private.py``), with everything else
+that its owner does with it. A wire is a set of connections of the same ranks, made at its first
+use; groups that communicate among the same ranks share it. When the alarm rings it is cut, and in
+the next epoch it is made anew, as soon as all of its ranks have come.
 
 [Note: stranded messages]
 When gloo closes a connection it tells the messages that wait for their turn, and forgets those that
 are half way through it: of which the header was read and the rest was not, or that fill a socket
-which nobody reads. Whoever waits for such a message waits until the time-out, and Python cannot
-end that. So the main thread never waits for a message itself. A thread does, and when connections
-are cut it is left behind with what it waits for: it keeps the memory alive that the message was to
-be written to or read from, and ends with the time-out. The next wait gets a new one.
+from which no rank reads. A thread that waits for such a message does so until the time-out, and
+Python cannot end that. So the main thread never waits for a message: another thread does. When
+connections are cut that thread is left behind with what it waits for: it keeps the memory alive
+that the message was to be written to or read from, and ends with the time-out. The next wait gets a
+new one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Held:
     job: Waited
     error: RuntimeError | None = None
     done: Lock = field(default_factory=Lock)
-    """Held from when somebody waits until all is done."""
+    """Held from the begin of a wait until all is done."""
 
     def run(self) -> None:
         """In the thread that waits."""
@@ -117,7 +117,7 @@ class Waiter:
 
 
 def _work(jobs: SimpleQueue[_Held | None]) -> None:
-    """Until a job is left behind, or nobody is there to bring one."""
+    """Until a job is left behind, or no caller is left to bring one."""
     while (held := jobs.get()) is not None:
         held.run()
         if held.job.is_left:
@@ -210,7 +210,7 @@ class WatchedWire(Wire):
         return self._total
 
     def count(self, number: int) -> int:
-        """The how-manieth of its tag the transfer with this number is; 0 if forgotten."""
+        """The place of this transfer among those of its tag, from 1; 0 if forgotten."""
         return next((each.nth for each in list(self._begun) if each.number == number), 0)
 
     @override
@@ -285,7 +285,7 @@ class WatchedWire(Wire):
         name = f"{board.prefix}/wires/{self.name}/{epoch}"
         try:
             self._meet(board.store, name, self._timeout.total_seconds())
-        except ConnectionLostError:  # the epoch is over: nobody looks for this rank there
+        except ConnectionLostError:  # the epoch is over: no rank looks for this one there
             here = f"{self._left.pop()}/{self.alarm.rank}"
             self.alarm.courier.tell(lambda store: store.delete_key(here))
             raise
@@ -319,7 +319,7 @@ class WatchedWire(Wire):
             raise _lost(None, str(error)) from error
 
     def _tidy(self, store: dist.Store, name: str, rank: int) -> None:
-        """Take back what this rank left for earlier connections: all ranks have gone on."""
+        """Take back what this rank left for earlier connections: all ranks have left them."""
         for left in self._left[:-1]:
             store.delete_key(f"{left}/{self.ranks[rank]}")
             forget_gloo(store, f"{left}/gloo", rank)

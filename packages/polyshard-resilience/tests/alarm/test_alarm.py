@@ -1,4 +1,4 @@
-"""Whatever ends a rank's step, its peers hear of it long before any time-out, and all go on."""
+"""Whatever ends a rank's step, its peers learn of it long before any time-out, and all continue."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def losses(steps: int) -> list[float]:
 
 
 def recovers(fault: Callable[[Any, int], None], pattern: str, rank: int) -> None:
-    """All ranks raise soon, and then go on as if nothing had happened."""
+    """All ranks raise soon, and then continue as if nothing had happened."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = [step(model, optimizer) for _ in range(2)]

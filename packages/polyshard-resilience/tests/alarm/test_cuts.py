@@ -1,4 +1,4 @@
-"""Ranks and groups that are broken stand in keys of the store, whoever writes at once."""
+"""Keys of the store list the ranks and groups that are broken; several ranks write at once."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what /proc tell
 
 @pytest.fixture
 def alarm() -> Iterator[Alarm]:
-    """That of rank 0 of three, which goes on after rank 2 was killed."""
+    """That of rank 0 of three, which continues after rank 2 was killed."""
     store = dist.HashStore()
     board = Board(store, "alarm", 0, (0, 1, 2))
     made = Alarm(board)

@@ -45,7 +45,7 @@ def test_a_circle_is_believed_at_the_second_look() -> None:
     at = {0: waits(1), 1: waits(0)}
     circle = circle_from(0, at.get)
     assert circle is not None
-    assert circle.still_stands(at.get) is None  # nobody has said that it still waits
+    assert circle.still_stands(at.get) is None  # no rank has said that it still waits
     assert circle.still_stands({r: waits(1 - r, beat=2) for r in at}.get) is True
     assert circle.still_stands({0: waits(1, beat=2), 1: waits(0, wait=2, beat=2)}.get) is False
     assert circle.still_stands({0: waits(1, beat=2)}.get) is False
@@ -74,7 +74,7 @@ def test_one_that_waits_for_all_and_was_where_the_other_is() -> None:
 
 @given(st.data())
 def test_only_ranks_that_cannot_go_on(data: st.DataObject) -> None:
-    """Against simulating: a rank goes on once the transfer it awaits has been begun."""
+    """Against simulating: a rank continues once the transfer it awaits has been begun."""
     size = data.draw(st.integers(2, 6))
     at = {}
     for rank in range(size):

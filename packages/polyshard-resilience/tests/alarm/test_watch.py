@@ -72,7 +72,7 @@ def test_what_was_seen_in_an_epoch_that_is_over_ends_no_other() -> None:
 
 
 class Pausing:
-    """A store that answers nobody while it is paused."""
+    """A store that does not answer while it is paused."""
 
     def __init__(self) -> None:
         self.inner = dist.HashStore()
@@ -138,7 +138,7 @@ class OfNobody(dist.ProcessGroup):
 def test_a_group_that_is_being_destroyed_does_not_end_the_watch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The main thread stands in ``destroy_process_group()``, then in a transfer for good."""
+    """The main thread is in ``destroy_process_group()``, then in a transfer for good."""
     store = dist.HashStore()
     alarm = Alarm(Board(store, "alarm", 0, (0, 1)))
     alarm.start()

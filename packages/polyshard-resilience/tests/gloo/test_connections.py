@@ -76,7 +76,7 @@ def test_nothing_is_left_in_the_store(rank: int, size: int) -> None:
     assert store is not None
     keys = [f"test/left/0/{each}" for each in range(size)]
     assert not store.check([keys[0]])
-    dist.barrier()  # nobody connects before all have looked
+    dist.barrier()  # no rank connects before all have looked
     connections = connected("left", rank, size)
     assert store.check(keys)
     connections.allreduce([torch.ones(1)]).wait()

@@ -32,7 +32,7 @@ PATIENT_SECONDS = 10.0
 LATE_SECONDS = 3.0
 """More than ranks wait for others that recover."""
 HEARD_SECONDS = 0.5
-"""After which every rank has heard of a failure."""
+"""After which every rank has learned of a failure."""
 
 
 class Beside(torch.autograd.Function):
@@ -168,7 +168,7 @@ def one_dies_and_one_is_late(rank: int, size: int) -> None:
 def one_hears_late(rank: int, size: int) -> None:
     """Rank 0 cuts its groups when others have stopped waiting for it: all fail once more.
 
-    Why the connection to it broke then, and to which rank, nobody can say.
+    Why the connection to it broke then, and to which rank, no other can say.
     """
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(mesh)
@@ -196,7 +196,7 @@ def one_hears_late(rank: int, size: int) -> None:
 
 
 def run_alone(function: Any, *args: str) -> None:
-    """On ranks with few process groups to mend."""
+    """On ranks with few process groups to repair."""
     world = World(4)
     try:
         world.run(function, *args)

@@ -103,7 +103,7 @@ def test_messages_half_way_through(rank: int, size: int) -> None:
         while alarm.report is None:
             alarm.look()
             time.sleep(0.01)
-        alarm.see()  # as whoever raises does
+        alarm.see()  # as a rank that raises does
         dist.barrier()
         await_all("seen", size)  # the next turn's failure would end the barrier for a rank behind
         alarm.begin_anew()

@@ -41,7 +41,7 @@ def local(value: Any) -> Tensor:
 
 
 def flip(value: Any, bit: int) -> None:
-    """Change one bit of a tensor's memory, as nobody would."""
+    """Change one bit of a tensor's memory, as no program would."""
     memory = local(value).detach().data.view(-1).view(torch.uint8)
     memory[bit // 8] ^= 1 << bit % 8
 
@@ -181,7 +181,7 @@ def test_writes_are_no_corruption(write: Callable[[Training], object]) -> None:
     training.step()
     flip(training.model.blocks[1].up.weight, 5)
     training.backward()
-    if write is not WRITES["assign"]:  # the optimizer then has parameters nobody computes with
+    if write is not WRITES["assign"]:  # the optimizer then has parameters that the model lacks
         with pytest.raises(CorruptionError, match=r"'blocks\.1\.up\.weight'"):
             training.optimizer.step()
 
@@ -375,7 +375,7 @@ def test_odd_parameters_of_several_meshes(rank: int, size: int) -> None:
                 guard.check()
             if mine:
                 flip(value, 8 * value.nbytes - 1)
-    if rank == 3:  # a replica that somebody wrote to
+    if rank == 3:  # a replica that was written to
         module.whole.detach().to_local().add_(1)
     with pytest.raises(CorruptionError, match=r"'whole' \(weights\): rank 3 and ranks 0, 1 and 2"):
         guard.check()

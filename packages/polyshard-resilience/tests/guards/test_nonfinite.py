@@ -356,7 +356,7 @@ def another_backward(optimizer: Any, backward: Callable[[], None], guard: NonFin
 
 
 def scaled(optimizer: Any, backward: Callable[[], None], guard: NonFinite) -> None:
-    """A ``GradScaler`` steps, and the loop goes on with gradients that it zeroes in place."""
+    """A ``GradScaler`` steps, and the loop continues with gradients that it zeroes in place."""
     scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1.0)
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)

@@ -84,7 +84,7 @@ class Job:
 
     @torch.no_grad()
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what a run on other ranks has saved."""
+        """Continue from what a run on other ranks has saved."""
         for name, p in self.model.named_parameters():
             p.copy_(_cut(saved["model"][name], p))
             if name in saved["state"]:

@@ -40,7 +40,7 @@ told("three")
 group = dist.new_group([1, 2])
 polyshard_resilience.resize(model, optimizer, group if rank else None)
 if rank == 0:
-    raise SystemExit(0)  # the agent goes on with the others
+    raise SystemExit(0)  # the agent continues with the others
 told("two")
 step()
 store = dist.distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""What an attempt puts back, shown on one rank: everything, bit by bit."""
+"""What an attempt puts back, shown on one rank: everything, bitwise."""
 
 from __future__ import annotations
 

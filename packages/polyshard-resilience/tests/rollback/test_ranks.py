@@ -1,4 +1,4 @@
-"""One verdict for all ranks, whoever fails and where."""
+"""One verdict for all ranks, whichever fails and where."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Job:
 
 @ranks(3)
 def test_a_failure_of_one_rank_undoes_all(rank: int, size: int) -> None:
-    """Whoever fails, wherever: the run goes on as if it had not been tried."""
+    """Whichever rank fails, wherever: the run continues as if it had not been tried."""
     wanted = Job(rank).train(3)
     job = Job(rank)
     before = job.train(1)
@@ -159,7 +159,7 @@ def test_a_rank_may_fail_again_while_others_still_go_back(rank: int, size: int) 
 
 @ranks(2)
 def test_groups_that_cannot_be_mended_end_the_attempt_on_all(rank: int, size: int) -> None:
-    """The rank that cannot mend them tells the others in the vote, and none waits for it."""
+    """The rank that cannot repair them tells the others in the vote, and none waits for it."""
     job = Job(rank)
     job.train(1)
     before, begin = job.weights(), time.monotonic()
@@ -303,7 +303,7 @@ def tells_late(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("work", [waits_elsewhere, tells_late])
 def test_a_rank_that_waits_elsewhere(work: Callable[[int, int], None]) -> None:
-    world = World(2)  # with few process groups to mend
+    world = World(2)  # with few process groups to repair
     try:
         world.run(work)
     finally:

@@ -21,7 +21,7 @@ def claim_device_type(name: str) -> None:
 
 
 def claimed_name() -> str:
-    """What the device type for extensions is called: ``privateuseone`` if nobody claimed it."""
+    """What the device type for extensions is called: ``privateuseone`` if it is not claimed."""
     return str(torch._C._get_privateuse1_backend_name())
 
 

@@ -10,7 +10,7 @@
 It is a simulation: nothing is computed, and no time of real hardware is measured.
 
 * A task begins when the one before it on its stream has ended and the host has launched it. A
-  stream that waits for an event goes on at the later of both times, and so does a host that waits.
+  stream that waits for an event continues at the later of both times, and so does a waiting host.
 * A kernel takes as long as its multiplications or its bytes take, whichever is more. Each stream
   has the whole device: what runs beside other work is not slowed down by it.
 * A launch takes the host a constant time. Python's own time is not in it.

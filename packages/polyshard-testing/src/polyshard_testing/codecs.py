@@ -126,7 +126,7 @@ class CodecConformance(Kit):
             self._check_regions(at, regions, values)
 
     def test_gather_ignores_padding(self, stack: PluginStack) -> None:
-        """Whatever stands in padding does not reach a value."""
+        """What padding holds does not reach a value."""
         self._skip_without_gather_codec(stack)
         members = [case(3, rank) for rank in range(3)]
         values = members[0].values()

@@ -7,8 +7,8 @@
         def factory(self):
             return MyPlugin          # module-level and picklable; called without arguments
 
-The factory may return a list: the plugin to be judged, then those it needs beside it. One that goes
-around another plugin's part is judged that way; alone it would have nothing to go around.
+The factory may return a list: the plugin to be judged, then those it needs beside it. One that
+wraps another plugin's part is judged that way; alone it would have nothing to wrap.
 
 Tests of seams the plugin does not take are skipped. A lossy codec sets ``tolerance``, the error it
 admits relative to the largest value of a parameter; losses may then be off by ``loss_tolerance``,
@@ -95,7 +95,7 @@ class PluginConformance(CodecConformance):
         assert build_stack([Bystander(), *reversed(plugins_of(factory))]).lines() == one
 
     def test_answers_are_the_same_on_every_rank(self, factory: Factory) -> None:
-        """Who answers, names, settings and sizes follow from metadata alone."""
+        """Which plugins answer, names, settings and sizes follow from metadata alone."""
         for members in cases():
             seen = set()
             for at in members:

@@ -1,7 +1,7 @@
 """``pytest --late-rank=N``: rank N is late wherever a test expects an exception.
 
-Where every rank fails of its own accord, a rank that is slower hears of another's failure first,
-and raises ``PeerError`` in place of its own error: there, or still in the backward before, which
+Where every rank fails of its own accord, a rank that is slower learns of another's failure first,
+and raises ``PeerError`` instead of its own error: there, or still in the backward before, which
 its peers have left. Which rank that is depends on the machine's load; here it is chosen. A test
 that passes with each rank late does not rely on time.
 """

@@ -33,7 +33,7 @@ ROUNDING = 1e-5
 def plugins_of(factory: Factory) -> list[object]:
     """What ``factory`` makes: the plugin to be judged, and after it those that it needs beside it.
 
-    One that goes around another's part is judged with something to go around.
+    One that wraps another's part is judged with something to wrap.
     """
     made = factory()
     return list(made) if isinstance(made, list | tuple) else [made]
@@ -132,7 +132,7 @@ class _Run:
 
 
 def resumed_with(rank: int, size: int, factory: Factory) -> tuple[list[float], list[float]]:
-    """Losses of a run's last steps, and of one that goes on from what was saved before them."""
+    """Losses of a run's last steps, and of one that resumes from what was saved before them."""
     from polyshard import load_plugin_state_dict, plugin_state_dict
 
     del size
@@ -141,7 +141,7 @@ def resumed_with(rank: int, size: int, factory: Factory) -> tuple[list[float], l
     first, second = _Run(factory), _Run(factory)
     for x in batches[:2]:
         first.step([x])
-    # Copies: what is saved is written to a file before training goes on.
+    # Copies: what is saved is written to a file before training continues.
     saved = copy.deepcopy(get_state_dict(first.model, first.optimizer))
     kept = copy.deepcopy(plugin_state_dict(first.model))
     uninterrupted = [first.step([x]) for x in batches[2:]]

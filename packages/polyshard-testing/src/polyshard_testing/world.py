@@ -46,7 +46,7 @@ COLLECTIVE_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
 _CALLS_OF_A_RANK = 300
 # A rank that imports these itself takes a second of a core for it, at each start. What ranks run
-# stands in files of tests, which import pytest.
+# is in files of tests, which import pytest.
 _PRELOADED = [
     "hypothesis",
     "polyshard.api",
@@ -107,7 +107,7 @@ class World:
 
         A rank waits ``collective_seconds`` for its peers before it raises. Those of a
         ``forkserver`` start at once, since torch is imported there once for all; ``spawn`` makes
-        processes that share no memory with others, for those who measure it. On another ``device``
+        processes that share no memory with others, for measurements of it. On another ``device``
         than the CPU that one is the default, and its usual backend serves it beside gloo; ``"sim"``
         is the simulated one of polyshard-sim.
         """
@@ -241,7 +241,7 @@ class World:
         if self._start_method == "forkserver":
             start_fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="polyshard-world-")
-        # As under torchrun: a file would be read over and over by those who wait.
+        # As under torchrun: waiting ranks would read a file over and over.
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         with _one_thread():
             for rank in range(self.size):

@@ -47,7 +47,7 @@ class _Part:
     groups: Groups
     distinct: Groups = ()
     norm: Tensor | None = None
-    """Of the local part, where somebody knows it: then ``local`` is not read."""
+    """Of the local part, where it is known already: then ``local`` is not read."""
 
 
 @torch.no_grad()

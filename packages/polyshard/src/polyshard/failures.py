@@ -123,7 +123,7 @@ class FailureHandler:
             caller: the frame that called the backward, where the exception will get to.
 
         Raises:
-            PolyshardError: in place of ``error``, quoting the rank that failed first.
+            PolyshardError: instead of ``error``, quoting the rank that failed first.
         """
 
     def end_step(self, ended: Iterator[Ended], forwards: Iterable[str]) -> None:
@@ -162,7 +162,7 @@ class FailureHandler:
         Args:
             ranks: global ones, with this one.
             key: the same on all of them.
-            count: the how-manieth time it is.
+            count: how often they have met there, with this time.
             what: they are about to do.
 
         Yields:

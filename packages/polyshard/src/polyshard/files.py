@@ -16,8 +16,8 @@ READABLE = 0o644
 def replacing(path: Path, mode: int = READABLE) -> Iterator[BinaryIO]:
     """A new file that takes the place of ``path`` in the end; if anything fails, that stays.
 
-    It is beside ``path`` under a name nobody can guess, which is never an existing file or a link,
-    and then renamed: a link at ``path`` is replaced, not followed.
+    It is beside ``path`` under a name that cannot be guessed, which is never an existing file or a
+    link, and then renamed: a link at ``path`` is replaced, not followed.
 
     Raises:
         OSError: when it cannot be written.

@@ -43,7 +43,7 @@ class SameValues(Plugin):
 
     @hookimpl
     def polyshard_parameter_facts(self, tensor: Tensor, param: ParamInfo) -> str:
-        """A checksum of the values, bit for bit."""
+        """A checksum of the values' bits."""
         del param
         if tensor.is_meta:
             return ON_META

@@ -1,4 +1,4 @@
-"""Ranks that differ, fail or stay away: every other rank hears of it at once, and who it was."""
+"""Ranks that differ, fail or stay away: every other rank learns at once of it, and which it was."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_rank_may_fail_while_another_waits(table: Table) -> None:
 
 
 def test_failures_that_all_caught_are_forgotten(table: Table) -> None:
-    """Whoever is slow to recover from what all were told is waited for."""
+    """A rank that is slow to recover from what all were told is waited for."""
     for _ in range(2):
         table.fails(0)
         table.fails(1)
@@ -244,7 +244,7 @@ def test_whatever_happened_all_start_in_the_end(history: list[tuple[int, bool]])
 
 @ranks(2)
 def test_a_mismatch_is_refused_at_every_forward_until_it_is_mended(rank: int, size: int) -> None:
-    """Raised at every forward; one rank mended is not enough unless it makes plans agree."""
+    """Raised at every forward; one rank repaired is not enough unless it makes plans agree."""
     x = tokens_for(0, rank)
     plugins = [Codecs()] if rank else []
     model: Any = shard(build(), fully_shard, plugins=plugins)
@@ -309,7 +309,7 @@ def test_a_plan_that_cannot_be_made_is_heard_of(rank: int, size: int) -> None:
     x = torch.ones(1, 4)
     if rank == 1:
         with pytest.raises(OSError, match="no room to bind"):
-            describe(model)  # nobody waits for it
+            describe(model)  # no rank waits for it
     refusals = []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What tells that a backward has ended, whoever lets go of it first."""
+"""What tells that a backward has ended, whichever holder lets go of it first."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ REPLACED: dict[str, Callable[[Any, int], None]] = {
 @pytest.mark.parametrize("how", REPLACED)
 @ranks(2)
 def test_what_was_replaced_is_not_compared(rank: int, size: int, how: str) -> None:
-    """The second bias has one row, so rank 1 holds nothing of it, and its value is nobody's."""
+    """The second bias has one row, so rank 1 holds nothing of it, and no value is compared."""
     model = fully_shard(model_of(rank, 4, 8, 1))
     REPLACED[how](model, rank)
     assert told(model) == []

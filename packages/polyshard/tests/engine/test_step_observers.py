@@ -1,4 +1,4 @@
-"""Observers that ask hear of units that compute and of what moves beside gathers and reductions."""
+"""Observers that ask learn of units that compute, and of what moves beside collectives."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Failing(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
-            # a rank that is behind would hear of this before it gets here
+            # a rank that is behind would learn of this before it gets here
             await_all("in forward", dist.get_world_size())
             raise ValueError("on purpose")
         return super().forward(x)

@@ -1,4 +1,4 @@
-"""Storages that ask hear of gathers early; what changed meanwhile is fetched again."""
+"""Storages that ask learn of gathers early; what changed meanwhile is fetched again."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def pair() -> Any:
 @ranks(2)
 @pytest.mark.parametrize("outermost", [0, 1])
 def test_without_a_unit_that_contains_all_users(rank: int, size: int, outermost: int) -> None:
-    """The forward that would be wrong is refused, on every rank, and a root mends it."""
+    """The forward that would be wrong is refused, on every rank, and a root repairs it."""
     model = pair()
     fully_shard(model[0])
     fully_shard(model[1])
@@ -477,7 +477,7 @@ def test_copies_are_not_tied(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_ignored_where_it_is_met_again(rank: int, size: int) -> None:
-    """Whoever ignores it keeps the original."""
+    """Code that ignores it keeps the original."""
     model = pair()
     original = model[1].weight
     fully_shard(model[0])

@@ -463,7 +463,7 @@ def test_memory_is_steady_and_given_back(rank: int, size: int) -> None:
 
 @ranks(2)
 def test_gradients_that_are_kept_stay_as_they_are(rank: int, size: int) -> None:
-    """Gradients somebody keeps are not written to by later steps; others' memory is used again."""
+    """Later steps do not write to gradients that are kept; others' memory is used again."""
     model = shard(build(), fully_shard)
     loss_of(model, tokens_for(0, rank)).backward()
     kept = [p.grad for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""A payload that is sent again needs no shard: storages are not asked for what nobody reads."""
+"""A payload that is sent again needs no shard: storages are not asked for what is not read."""
 
 from __future__ import annotations
 

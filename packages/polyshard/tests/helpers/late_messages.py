@@ -110,7 +110,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def problems_of(program: Program, size: int = 2) -> list[str]:
-    """What goes wrong in ``program`` as rank 0: messages nobody waited for, and worse."""
+    """What goes wrong in ``program`` as rank 0: messages that were not awaited, and worse."""
     mail = Mail()
 
     def create(store: object, rank: int, size: int, timeout: object) -> LateGroup:

@@ -187,7 +187,7 @@ def by_hand(recorder: Recorder) -> None:
         layer.unshard(async_op=True)
         layer.reshard()  # in the middle
     step(model, 1)
-    model[0].unshard(async_op=True)  # and nobody waits
+    model[0].unshard(async_op=True)  # and it is not awaited
     step(model, 1)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that somebody holds follow the model, or keep what they held: as with torch's engine."""
+"""Tensors that the user holds follow the model, or keep what they held: as with torch's engine."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_model_replaced_in_part_trains_right(rank: int, size: int) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @ranks(2)
 def test_memory_shared_with_processes(rank: int, size: int, engine: str) -> None:
-    """Memory that is shared with another process is what goes on being trained."""
+    """Memory that is shared with another process is what continues being trained."""
     model = sharded(engine)
     train(model, [tokens_for(9, rank)])
     parameter: Any = model.blocks[0].up.weight

@@ -140,7 +140,7 @@ def test_scalars_have_the_same_sums(rank: int, size: int, how: str) -> None:
 
 @ranks(3)
 def test_padding_does_not_matter(rank: int, size: int) -> None:
-    """Whatever stands in padding never reaches a result."""
+    """What padding holds never reaches a result."""
     ours, reference = make_odd(), make_odd()
     fully_shard(ours)
     unit = unit_of(ours)

@@ -73,7 +73,7 @@ class Confused(Plugin):
 
 
 def add_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody who adds an exclusive hook writes: its specification, and its row."""
+    """What an exclusive hook takes to add: its specification, and its row."""
     monkeypatch.setattr(hookspecs, "polyshard_landing", polyshard_landing, raising=False)
     hook_arguments.cache_clear()
     monkeypatch.setattr(contributions, "ROLES", (*ROLES, LANDING))

@@ -57,11 +57,11 @@ class Ignored(Plugin):
 
     @hookimpl
     async def polyshard_shard_storage(self, group: Any) -> None:
-        """Nobody awaits it."""
+        """It is not awaited."""
 
     @hookimpl
     def polyshard_sharding_constraint(self, group: Any) -> Any:
-        """Nobody iterates it."""
+        """It is not iterated."""
         yield None
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""Wrappers: answers that claim nothing, but go around whoever has the role."""
+"""Wrappers: answers that claim nothing, but wrap the part that has the role."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Outer(CollectivesBackend):
 
 
 class Wrapping(Plugin):
-    """Goes around the backend, unless that is one it cannot go around or leaves alone."""
+    """Wraps the backend, unless that is one it cannot wrap or leaves alone."""
 
     def __init__(self, name: str, settings: str = "", refuses: str = "", leaves: str = "") -> None:
         self.name = name  # type: ignore[misc]

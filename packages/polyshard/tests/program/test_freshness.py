@@ -1,4 +1,4 @@
-"""Weights written between turns are the ones the next forward computes with, whoever wrote them.
+"""Weights written between turns, in any way, are the ones the next forward computes with.
 
 Every way of writing (most bump no version counter of a ``DTensor``) meets every way in which what
 was made of the shards outlives a forward. The oracle is the same model in one process.
@@ -31,7 +31,7 @@ from polyshard_testing import World, ranks
 
 
 class Coding(Plugin):
-    """A codec whose payload nobody keeps."""
+    """A codec whose payload is not kept."""
 
     name = "coding"
 

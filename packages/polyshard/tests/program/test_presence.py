@@ -85,7 +85,7 @@ def test_different_parameters(
 @pytest.mark.parametrize("plugins", PLUGINS)
 @ranks(3)
 def test_parameters_that_no_rank_uses(rank: int, size: int, plugins: str) -> None:
-    """Parameters that no rank uses, changing from step to step, are nobody's fault."""
+    """Parameters that no rank uses, changing from step to step, are no error."""
     model: Any = fully_shard(Branches(200), plugins=[p() for p in PLUGINS[plugins]])
     x = torch.tensor(1.0 + rank)
     mean = sum(1.0 + r for r in range(size)) / size
@@ -156,7 +156,7 @@ def test_replicas_are_compared_when_they_are_summed(rank: int, size: int) -> Non
 @pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1)], ids=str)
 @ranks(4)
 def test_a_mesh_of_some_ranks(rank: int, size: int, shape: tuple[int, ...]) -> None:
-    """Nobody waits for processes that are in no mesh, or in another one."""
+    """No rank waits for processes that are in no mesh, or in another one."""
     chosen = torch.tensor([1, 3], device="cpu").view(shape)
     mesh = DeviceMesh(
         torch.get_default_device().type,

@@ -280,7 +280,7 @@ def nf4_run(rank: int, size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_nf4_base_and_trained_adapters(request: pytest.FixtureRequest, size: int) -> None:
-    """QLoRA of torchao: bit for bit, four bits a weight on the wire."""
+    """QLoRA of torchao: bitwise, four bits a weight on the wire."""
     world: World = request.getfixturevalue(f"world{size}")
     for found in world.run(nf4_run):
         if not found:

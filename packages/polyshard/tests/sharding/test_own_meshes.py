@@ -1,4 +1,4 @@
-"""Parameters on a mesh of their own: what its ranks compare, and who hears of a difference."""
+"""Parameters on a mesh of their own: what its ranks compare, and who learns of a difference."""
 
 from __future__ import annotations
 

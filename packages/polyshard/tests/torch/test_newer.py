@@ -97,7 +97,7 @@ def test_what_spmd_types_says_is_not_passed_over(rank: int, size: int, kind: str
 
 
 def mixed_backends(rank: int, size: int) -> None:
-    """A group with a backend per device, and one whose name nobody here compares."""
+    """A group with a backend per device, and one whose name is not compared here."""
     mixed = dist.new_group(backend="cpu:gloo,cuda:gloo")
     assert isinstance(mixed, dist.ProcessGroup)
     assert newer.backend_of(mixed, CPU) == backend_for(mixed, CPU) == "gloo"

@@ -1,4 +1,4 @@
-"""The public names against the installed torch's: whoever changes the import keeps everything."""
+"""The public names against the installed torch's: changing the import keeps everything."""
 
 from __future__ import annotations
 

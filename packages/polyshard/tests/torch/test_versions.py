@@ -1,4 +1,4 @@
-"""A torch that is newer than any that was tested: it works, and is said once."""
+"""A torch that is newer than any that was tested: it works, and a warning says so once."""
 
 from __future__ import annotations
 

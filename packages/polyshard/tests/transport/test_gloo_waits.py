@@ -101,7 +101,7 @@ MODULES = (
     "polyshard.program.unshard",
 )
 WHOLE = {"all_reduce_over", "all_gather_over"}
-"""Calls that return when all has arrived: what they send belongs to nobody else meanwhile."""
+"""Calls that return when all has arrived: what they send is not used otherwise meanwhile."""
 LANDING = "Reducer._land"
 """No program here has gradients that land whole: program/test_landing.py has."""
 MUTANTS = [

@@ -117,7 +117,7 @@ def reduce_in_tree(rank: int, world: int, wire: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
 def test_reduce_in_tree(world2: World, world4: World, wire: torch.dtype) -> None:
-    """Also to the last bit, and not by chance: linear sums of these differ on four ranks."""
+    """Also bitwise, and not by chance: linear sums of these differ on four ranks."""
     world2.run(reduce_in_tree, wire)
     world4.run(reduce_in_tree, wire)
 
@@ -225,7 +225,7 @@ def test_a_model_dropped_while_it_gathers_disturbs_no_other(rank: int, size: int
     model = sharded()
     model.eval()
     with torch.no_grad():
-        model(torch.ones(2, 64))  # plans are compared: nothing but messages goes around now
+        model(torch.ones(2, 64))  # plans are compared: nothing but messages travels now
     if rank == 1:
         store.wait(["dropped"])
     handle = model[1].unshard(async_op=True)

@@ -1,7 +1,7 @@
 """The file a calibration is kept in: JSON, readable by a person, checked when read.
 
 It may come from anywhere, so nothing in it is believed: every field has a type and a range, and
-what is wrong is said by its place in the file.
+an error names the place in the file.
 """
 
 from __future__ import annotations

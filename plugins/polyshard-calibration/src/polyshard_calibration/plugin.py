@@ -89,7 +89,7 @@ class Calibration(Plugin):
         calibration.save("transfers.json")        # next time: Calibration.load("transfers.json")
         fully_shard(model, mesh=mesh, plugins=[calibration])
 
-    It moves no bytes: it goes around the collectives backend, the engine's own or another plugin's.
+    It moves no bytes: it wraps the collectives backend, the engine's own or another plugin's.
     """
 
     name = "calibration"
@@ -98,7 +98,7 @@ class Calibration(Plugin):
 
     @hookimpl
     def polyshard_collectives_backend(self, group: GroupInfo) -> Around[CollectivesBackend]:
-        """The transports of whoever moves bytes, with measured thresholds."""
+        """The transports of the backend that it wraps, with measured thresholds."""
         del group
         return Around(partial(MeasuredBackend, self.break_evens))
 

@@ -1,4 +1,4 @@
-"""Hears of steps and reductions for the plugin as a whole."""
+"""Observes steps and reductions for the plugin as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WrapWatcher(Observer):
-    """Says once when the optimizer state stays where it is because nobody wrapped the optimizer."""
+    """Warns once when optimizer state stays where it is because the optimizer was not wrapped."""
 
     def __init__(
         self,

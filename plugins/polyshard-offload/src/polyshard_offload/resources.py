@@ -118,7 +118,7 @@ class Resources:
         return HostStore(self.arena("optimizer state", torch.uint8))
 
     def norm_of(self, parameter: Tensor) -> Tensor | None:
-        """The 2-norm of the local part of a gradient that was moved, if nobody changed it since."""
+        """The 2-norm of the local part of a gradient that was moved, if it is unchanged since."""
         found = (storage.norms.of(parameter) for storage in self.storages)
         return next((norm for norm in found if norm is not None), None)
 

@@ -109,7 +109,7 @@ class OffloadSettings:
 
     @property
     def needs_wrap(self) -> bool:
-        """Whether an optimizer that nobody wrapped would leave a setting without effect."""
+        """Whether an optimizer that is not wrapped would leave a setting without effect."""
         # State on the host beside parameters on the host is what torch makes by itself.
         apart = self.optimizer == "disk" or (self.optimizer == "host" and self.params == "device")
         return apart or self.params == "disk" or self.step_in_backward

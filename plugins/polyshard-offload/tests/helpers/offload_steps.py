@@ -217,7 +217,7 @@ def dropped(recorder: Recorder, path: Path) -> None:
 
 
 def plugin_dropped(recorder: Recorder, path: Path) -> None:
-    """The plugin goes as well, and whoever had its memory next writes to it."""
+    """The plugin goes as well, and the next owner of its memory writes to it."""
     offload = on_host()
     model = sharded(offload)
     backward(model)

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Mine(AdamW):
-    """Elementwise, which nobody knows but its user."""
+    """Elementwise, which only its user knows."""
 
 
 def both(offload: Offload, optimizer: Optimizer) -> Optimizer:
@@ -173,7 +173,7 @@ def test_stepping_in_backward(rank: int, size: int, tiers: Tiers, tmp_path: Path
 
 
 class Counting(Optimizer):
-    """Elementwise; its counter is a number, and it puts new tensors in place of old ones."""
+    """Elementwise; its counter is a number, and it puts new tensors instead of old ones."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

@@ -238,7 +238,7 @@ def test_an_interrupted_step_is_not_followed_by_another(tmp_path: Path, in_backw
 
 
 def _interrupt(patched: pytest.MonkeyPatch, after: int) -> None:
-    """Have somebody press Ctrl-C when a step comes to other parts than the first ``after``."""
+    """Press Ctrl-C when a step comes to other parts than the first ``after``."""
     original, seen = Twins.step, []
 
     def interrupted(self: Twins, *given: Any) -> None:

@@ -218,7 +218,7 @@ def test_a_backward_that_raises_needs_a_checkpoint(
             with raises_in_step(OffloadError, "backward raised after the optimizer"):
                 optimizer.step()
             optimizer.zero_grad()
-            # A rank that heard of the other's refusal above quotes it until the step is given up.
+            # A rank that learned of the other's refusal above quotes it until the step is given up.
             with raises_in_step(OffloadError, "from the last checkpoint|stepped some parameters"):
                 backward(1, model)
             model.reset_iter_state()

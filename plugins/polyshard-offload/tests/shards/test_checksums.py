@@ -42,7 +42,7 @@ def spoil(offload: Offload, value: int) -> None:
 
 
 def a_parameter_changes(rank: int, size: int, path: str) -> None:
-    """Found by the next gather; without checksums nobody notices."""
+    """Found by the next gather; without checksums it is not noticed."""
     model, optimizer, offload = made(path)
     step(model, optimizer)
     step(model, optimizer)

@@ -87,7 +87,7 @@ def test_norms_are_known_before_the_move(
     offload = make(tiers, path)
     model: Any = sharded_toy(offload)
     loss_of(model, tokens_for(0, rank)).backward()
-    first = offload.grad_norm(model.parameters())  # read: nobody had asked before
+    first = offload.grad_norm(model.parameters())  # read: it was not asked for before
     assert torch.equal(first, clip_grad_norm_(model.parameters(), 1e9))
     for p in model.parameters():
         p.grad = None

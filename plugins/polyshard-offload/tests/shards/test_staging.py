@@ -1,4 +1,4 @@
-"""Memory of a shard on the device: freed when nobody uses it, and not before."""
+"""Memory of a shard on the device: freed when it is not in use, and not before."""
 
 from __future__ import annotations
 

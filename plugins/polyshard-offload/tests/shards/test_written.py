@@ -135,7 +135,7 @@ def test_what_was_written_is_computed_with(
 
 @ranks(1)
 def test_corruption_is_told_from_writes(rank: int, size: int, tmp_path: Path) -> None:
-    """Beside what people write: in a parameter nobody wrote to, and later in those they did."""
+    """Beside what users write: in a parameter that they did not write to, and later in others."""
     path = str(tmp_path)
     model, offload = sharded(path, "disk", checksums=True)
     forward(model, trains=True)

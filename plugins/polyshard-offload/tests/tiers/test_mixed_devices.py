@@ -37,7 +37,7 @@ def trained(offload, kind):
 
 
 class Mine(torch.optim.SGD):
-    pass  # which nobody knows to be elementwise
+    pass  # which is not known to be elementwise
 
 
 for kind in (torch.optim.AdamW, lambda params: Mine(params, lr=0.1, momentum=0.9)):

@@ -120,7 +120,7 @@ def test_where_a_file_needs_a_name_first(tmp_path: Path) -> None:
 
 
 def planted(folder: Path, home: Path) -> Callable[..., None]:
-    """What makes directories, and loses a race each time: somebody puts a link in their place."""
+    """What makes directories, and loses a race each time: another user puts links there."""
 
     def mkdir(name: str, mode: int, *, dir_fd: int) -> None:
         del mode, dir_fd

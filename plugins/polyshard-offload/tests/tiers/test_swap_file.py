@@ -230,7 +230,7 @@ def test_memory_that_was_moved_can_still_be_resized(tmp_path: Path) -> None:
 
 
 def header_of(file: SwapFile) -> dict[str, Any]:
-    """The first page, as somebody reads it who found the file in ``/proc``."""
+    """The first page, as read by a process that found the file in ``/proc``."""
     link = Path(f"/proc/{os.getpid()}/fd/{file.descriptor}")
     with link.open("rb") as found:
         facts: dict[str, Any] = json.loads(found.read(4096).rstrip(b"\0"))

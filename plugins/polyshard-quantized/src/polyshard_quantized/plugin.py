@@ -185,7 +185,7 @@ class QuantizedComm(Plugin):
     # Checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Errors and counts of reductions: what training must keep to go on as it would have.
+        """Errors and counts of reductions: what a resumed run needs to be as one without a stop.
 
         Parameters are not part of it: checkpoints hold them natively, with or without the plugin.
         Keys begin with the rank, because every rank has errors of its own.
@@ -201,7 +201,7 @@ class QuantizedComm(Plugin):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], model: nn.Module | None = None
     ) -> None:
-        """Go on from :meth:`state_dict`, after plans exist (``polyshard.describe(model)``).
+        """Continue from :meth:`state_dict`, after plans exist (``polyshard.describe(model)``).
 
         Args:
             state_dict: what was saved.

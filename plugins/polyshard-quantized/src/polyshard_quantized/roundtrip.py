@@ -18,7 +18,7 @@ from polyshard_quantized.workspace import Workspace
 
 
 def round_trip(values: Tensor, form: BlockFormat, *, dim: int = 0) -> Tensor:
-    """What every rank computes with in place of ``values``, in the same shape and dtype.
+    """What every rank computes with instead of ``values``, in the same shape and dtype.
 
     Args:
         values: at least one dim, ``float32``, ``bfloat16`` or ``float16``.

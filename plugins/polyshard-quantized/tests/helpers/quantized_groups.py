@@ -33,7 +33,7 @@ class Toy:
     layout: GroupLayout
 
     def shard(self, values: Sequence[Tensor]) -> Tensor:
-        """This rank's shard buffer; NaN where nothing rests, which nobody may read."""
+        """This rank's shard buffer; NaN where nothing rests, which must not be read."""
         shard = torch.full((self.layout.shard_numel,), torch.nan, dtype=self.info.orig_dtype)
         for value, placed in zip(values, self.layout.parameters, strict=True):
             local = local_part(value, placed, self.info.rank).reshape(-1)

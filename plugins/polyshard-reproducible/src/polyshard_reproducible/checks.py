@@ -16,9 +16,9 @@ from polyshard_reproducible.errors import ReproducibleError
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose results depend on where shards end.
 
-    Every optimizer of a model is looked at so before it steps; ask to hear of it earlier. One of a
-    class that nobody knows says ``sees_shards = False`` (in the class, or on the object) if it
-    makes the same of an element whatever shard it is in.
+    Every optimizer of a model is checked before it steps; call this to learn of it earlier. An
+    unknown class says ``sees_shards = False`` (in the class, or on the object) if it computes the
+    same for an element whatever shard that is in.
 
     Raises:
         ReproducibleError: for ``fused=True`` on the CPU; for classes that compute with whole
@@ -66,15 +66,15 @@ def check_device(device: torch.device) -> None:
 
 
 def check_plans(plans: Iterable[Any], tree: str) -> None:
-    """Refuse parts that results go through and that may see where shards end, whoever has them.
+    """Refuse parts that results go through and that may see where shards end, of any plugin.
 
     A plugin that says what it provides is refused earlier, by its name; a parameter's tensor class
-    and a plugin that goes around another say nothing.
+    and a plugin that wraps another say nothing.
 
     Args:
         plans: ``polyshard.describe(model).groups``.
         tree: the name of the reduce codec that is ours; a group without a trainable parameter or
-            without this plugin is somebody else's affair.
+            without this plugin is not checked.
 
     Raises:
         ReproducibleError: naming the group and the part.

@@ -37,7 +37,7 @@ class Clock:
 
 
 class Watcher:
-    """Who is told what happens within the steps of a model; does nothing of its own."""
+    """Is told what happens within the steps of a model; this base does nothing."""
 
     def on_step(self, step: int) -> None:
         """A step begins: parameters are what it computes with."""
@@ -46,7 +46,7 @@ class Watcher:
         """Forward and backward of a slot come now."""
 
     def on_sums(self) -> None:
-        """All slots were run, and gradients are whole; nobody has changed them yet."""
+        """All slots were run, and gradients are whole; they are unchanged since."""
 
     def on_pause(self) -> None:
         """What is computed from now on belongs to no slot, also when one of them failed."""

@@ -138,7 +138,7 @@ class BoundTreeReduce(BoundReduceCodec):
 
 
 class ReplicaTree(BoundReplicaCodec):
-    """The tree goes on over replicas."""
+    """The tree continues over replicas."""
 
     def __init__(self, numel: int) -> None:
         """``numel`` elements of a shard."""

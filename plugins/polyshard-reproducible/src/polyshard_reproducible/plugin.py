@@ -30,7 +30,7 @@ from polyshard_reproducible.tree import NEUTRAL, is_power_of_two, sum_halves
 
 @dataclass(frozen=True)
 class _Served:
-    """One group: who sums its gradients, and where this rank is in it.
+    """One group: the ranks that sum its gradients, and where this rank is among them.
 
     Nothing in it leads to the group's identity, which it is kept by for as long as that lives.
     """
@@ -194,7 +194,7 @@ class Reproducible(Plugin):
     def _shares(
         self, replicas: ReplicaGroups | None, first: _Served
     ) -> tuple[Shares | None, Position]:
-        """Who has the other slots, and which this rank has."""
+        """Which ranks have the other slots, and which slots this rank has."""
         if replicas is None:
             return None, first.position
         shares = Shares.of(replicas, self.slots, first.position)

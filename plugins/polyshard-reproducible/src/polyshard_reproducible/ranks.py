@@ -3,8 +3,8 @@
 [Note: slots of a rank]
 Within a step a rank runs ``turns`` slots one after another. Each turn ends in a reduction over the
 ranks of the shard axis, so the slots of one turn are neighbours: a reduction sums a whole subtree,
-turns go on with sharded sums, and replicas at the end with theirs. Counted from the ground of the
-tree: shard ranks, turns, replicas.
+turns continue with sharded sums, and replicas at the end with theirs. Counted from the ground of
+the tree: shard ranks, turns, replicas.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ a line a step. A *part* is a digest of the rows that the rank has; parts of the 
 tensor add up to the digest of the whole. Tensor-parallel ranks record their pieces under names of
 their own. What ranks have whole is the same on all of them, and so is what replicas have: so the
 value of an entry is a set of digests, of one if all is well. A run that was started again at step 7
-goes on there: what was recorded of later steps before counts no more.
+continues there: what was recorded of later steps before counts no more.
 
 [Note: starts that failed]
 A rank opens its file when its first step begins, before it meets any other rank: so a line of one
@@ -64,7 +64,7 @@ class Header:
         parameters: group, name, shape and dtype of each.
         first: number of the first step in this file.
         started: when, in seconds since 1970.
-        rank: who wrote it.
+        rank: the one that wrote it.
         world_size: how many write.
         replica: ranks of one replica add their parts up.
         torch: its version.

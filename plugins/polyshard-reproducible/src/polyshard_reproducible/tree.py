@@ -1,11 +1,11 @@
-"""Sums over one fixed binary tree, whoever holds which leaves.
+"""Sums over one fixed binary tree, whichever ranks hold its leaves.
 
 [Note: the tree]
 Leaves are the slots of a step, a power of two of them, in order; node ``i`` of a level is the sum
-of nodes ``2 i`` and ``2 i + 1`` below it. An aligned block of ``2 ** k`` leaves is a subtree: who
-has summed one needs nothing of the others for that, and ranks that hold blocks go on where those
-end. Where a value has nothing to add, the neutral element is ``-0.0``: ``x + -0.0`` is ``x`` to the
-last bit, also for ``x = -0.0``, of which ``+0.0`` would make ``+0.0``.
+of nodes ``2 i`` and ``2 i + 1`` below it. An aligned block of ``2 ** k`` leaves is a subtree: a
+rank sums one without the others, and ranks that hold blocks continue where those end. Where a value
+has nothing to add, the neutral element is ``-0.0``: ``x + -0.0`` is bitwise ``x``, also for
+``x = -0.0``, of which ``+0.0`` would make ``+0.0``.
 """
 
 from __future__ import annotations

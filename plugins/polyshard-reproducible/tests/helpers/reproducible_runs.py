@@ -1,4 +1,4 @@
-"""One small training run, whoever makes it: what it leaves behind, to the last bit."""
+"""One small training run, on any ranks: what it leaves behind, bitwise."""
 
 from __future__ import annotations
 

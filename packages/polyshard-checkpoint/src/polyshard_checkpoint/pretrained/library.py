@@ -102,7 +102,7 @@ def _conversions() -> Any:
 def named_as_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
     """Tensors of a base model by the names they have without adapters; adapters' own are left out.
 
-    Modules that peft trains in place of copies have the values of what they were copied from.
+    Modules that peft trains instead of copies have the values of what they were copied from.
     """
     found: dict[str, list[str]] = {}
     parts = _adapter_parts(model)

@@ -1,4 +1,4 @@
-"""A model's folder into its shards; what does not fit is said before anything is read."""
+"""A model's folder into its shards; what does not fit is an error before anything is read."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     """What a file holds, by name. Nothing else of it is read.
 
     Raises:
-        CheckpointError: when it is no safetensors file, or a tensor is said to be outside of it.
+        CheckpointError: when it is no safetensors file, or the place of a tensor is outside of it.
     """
     try:
         with path.open("rb", buffering=0) as file:

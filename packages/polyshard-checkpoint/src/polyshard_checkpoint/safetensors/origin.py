@@ -364,7 +364,8 @@ def _place(index: int, shape: Sequence[int]) -> list[int]:
 def _steps(view: Tensor, shape: Sequence[int]) -> list[tuple[int, int]] | int:
     """Along which dim of the stored tensor each dim of ``view`` goes, and in which steps.
 
-    Where one goes on from row to row, or two along the same dim, its number: it has to be divided.
+    Where one continues from row to row, or two go along the same dim, its number instead: that dim
+    has to be divided.
     """
     at = _place(int(view.storage_offset()), shape)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

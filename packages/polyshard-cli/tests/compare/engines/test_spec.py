@@ -1,4 +1,4 @@
-"""Engines by name, and what is said of names that mean nothing."""
+"""Engines by name, and errors for names that mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts, and what is said of those that are none."""
+"""Scripts, and errors for files that are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block computes is booked once, whoever divides it."""
+"""What a block computes is booked once, whichever ranks divide it."""
 
 from __future__ import annotations
 

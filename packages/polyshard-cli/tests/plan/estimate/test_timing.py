@@ -161,7 +161,7 @@ def test_products_reach_what_was_measured_at_their_intensity() -> None:
 
 
 def test_a_transfer_costs_something_beside_its_bytes(tmp_path: Path) -> None:
-    """What the engine was found to take for one; the link's latency where nobody tried."""
+    """What the engine was found to take for one; the link's latency where it was not measured."""
     slow = replace(SLOW_LINK, inside=Link(1e30, 5.0))
     document = draft(settings(tmp_path, slow))
     calls = sum(t.calls for t in document.traffic if t.collective == "all-gather")

@@ -41,7 +41,7 @@ def test_an_older_trace_is_replaced(tmp_path: Path) -> None:
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Files of this process cannot grow beyond 500 bytes: a full disk, to whoever writes.
+    """Files of this process cannot grow beyond 500 bytes: a full disk, to the writer.
 
     That is true of what the tests print as well, where it goes to a file; so not for long.
     """

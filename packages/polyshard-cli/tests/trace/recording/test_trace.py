@@ -162,7 +162,7 @@ def test_a_folder_that_one_rank_cannot_write(rank: int, size: int, tmp_path: Pat
 
 @ranks(2)
 def test_a_full_disk_is_told_to_all_ranks(rank: int, size: int, tmp_path: Path) -> None:
-    """Rank 1's file cannot grow: the step ends in an error everywhere, and the next ones go on."""
+    """Rank 1's file cannot grow: the step ends in an error everywhere, and later ones do not."""
     trace = Trace(tmp_path)
     model = model_of(trace)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -35,7 +35,7 @@ from polyshard_optimizers.matrix.sites import Chosen, Site, site_of
 
 
 class Owners(Protocol):
-    """Who says how a parameter holds matrices, and what moves it: the plugin."""
+    """The plugin, which says how a parameter holds matrices, and what moves it."""
 
     def chosen(self, parameter: Tensor) -> Chosen:
         """What is known of it now."""
@@ -84,7 +84,7 @@ class MatrixSteps(Optimizer):
     """
 
     sees_shards = False
-    """For those who ask: an update is made of a whole matrix, however that is sharded."""
+    """For plugins that ask: an update is made of a whole matrix, however that is sharded."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class MatrixSteps(Optimizer):
         return update
 
     def begin(self, owned: OwnedParameter) -> None:
-        """Compute an update, beside what goes on: nothing will change its gradient."""
+        """Compute an update beside the backward: nothing will change its gradient."""
         matrix = self._matrices.get(id(owned.parameter))
         if matrix is None:
             for known in self._every():

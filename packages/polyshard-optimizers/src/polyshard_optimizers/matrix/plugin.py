@@ -186,7 +186,7 @@ class MatrixOptimizer(Plugin):
     @property
     @override
     def polyshard_contract(self) -> Contract:
-        """Gradients in rows are in nobody's way."""
+        """Gradients in rows conflict with no other plugin."""
         contract = super().polyshard_contract
         return contract if self.gradients == "whole" else replace(contract, provides=frozenset())
 

@@ -60,8 +60,8 @@ OF_OTHERS = {
 }
 """Well-known optimizers of other libraries that are not elementwise: names of classes, by reason.
 
-A name says what somebody has most likely written, no more: capitals and underscores are as people
-like, and another class of that name can be derived from under a name of its own.
+A name says what a class most likely is, no more. Capitals and underscores do not matter, and a user
+whose class has such a name by chance derives one with a name of its own.
 """
 
 
@@ -71,11 +71,11 @@ def check_takeable(optimizer: object, caller: str, error: type[Exception] | None
     Args:
         optimizer: what the user gave to ``caller``.
         caller: what is to make its steps, for messages.
-        error: what to raise in place of the exceptions below.
+        error: what to raise instead of the exceptions below.
 
     Raises:
         SettingError: for what is no optimizer.
-        LifecycleError: when somebody has replaced ``step`` of the object already.
+        LifecycleError: when other code has replaced ``step`` of the object already.
     """
     if not isinstance(optimizer, Optimizer):
         raise (error or SettingError)(
@@ -94,7 +94,7 @@ def reason_against(
 ) -> str | None:
     """Why ``optimizer``, made of the class ``kind``, cannot be stepped in runs, if it cannot.
 
-    ``is_declared``: the user says that a class nobody knows is elementwise.
+    ``is_declared``: the user says that an unknown class is elementwise.
     """
     known = known_against(kind)
     if known is not None:
@@ -123,7 +123,7 @@ def is_known(kind: type[Optimizer]) -> bool:
 
 
 def known_against(kind: type[Optimizer]) -> str | None:
-    """Why ``kind`` is not elementwise, where somebody knows: in words that follow its name."""
+    """Why ``kind`` is not elementwise, where that is known: in words that follow its name."""
     for name, reason in NOT_ELEMENTWISE.items():
         known = getattr(optim, name, None)
         if known is not None and issubclass(kind, known):

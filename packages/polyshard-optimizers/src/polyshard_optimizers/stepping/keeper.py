@@ -1,4 +1,4 @@
-"""Parameters whose state somebody else keeps: what is asked about them, and what is lent of it."""
+"""Parameters whose state a plugin keeps: what is asked about them, and what is lent of it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Counters:
             self._versions = [scalar._version for scalar in self.shown]
 
     def holds(self) -> bool:
-        """Whether nobody wrote to what was shown."""
+        """Whether what was shown is unchanged."""
         if self._noted is not None:
             return torch.equal(self._noted, self._seen)
         return [scalar._version for scalar in self.shown] == self._versions

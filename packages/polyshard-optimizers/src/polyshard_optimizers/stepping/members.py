@@ -21,7 +21,7 @@ class Member:
     """A parameter that can be stepped as a part of a run.
 
     ``local`` is what this rank has of it. Of its gradient the address alone is kept: memory of
-    gradients is used again when nobody holds them. Its state is ``tensors`` (of the parameter's
+    gradients is used again when they are held no more. Its state is ``tensors`` (of the parameter's
     shape), ``scalars`` (0-dim) and ``values`` (anything else), all in ``state``, which is ``None``
     where the optimizer has none yet; it stays in its memory where that ``is_pinned``, so that the
     member is a run of its own.

@@ -3,12 +3,12 @@
 [Note: does the plan hold]
 Users may change anything between steps: groups, gradients, state, memory of parameters. A plan
 notes what it relies on, and looks at it before each step, in a few loops over everything but state
-that nobody has been shown (see [Note: sealed state]).
+that was not shown to other code (see [Note: sealed state]).
 That is most of what a step of small parameters takes, mostly by waiting for memory: a parameter,
 its gradient, its state and what is local of each are ten objects, and any tensor of them can get
 other memory (``.data =``, ``set_``, ``share_memory_``) with no trace but its address. There is no
 count of changes to compare instead. What does not hold makes a new plan; gradients that moved
-together (they are in new memory after each step that somebody has kept them) only new addresses.
+together (they are in new memory after each step whose gradients were kept) only new addresses.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Plan:
         return all(map(Tensor.is_contiguous, gradients))
 
     def _follow(self, addresses: list[int]) -> bool:
-        """Go on with gradients that moved, if those of each run did so together."""
+        """Use gradients that moved, if those of each run did so together."""
         for run, places in self._places:
             first = addresses[places[0]]
             if [addresses[place] - first for place in places] != run.offsets:

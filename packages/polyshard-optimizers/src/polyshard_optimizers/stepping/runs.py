@@ -3,8 +3,8 @@
 [Note: runs]
 A *run* is a stretch of memory without holes in which parameters follow each other, and their
 gradients likewise. Shards of a group rest in one buffer, and so do the gradients that it reduced
-together, so a run is mostly a whole group. Padding in between ends it: those elements are nobody's,
-and math on them (0 / 0 with ``eps=0``, say) would put values there that codecs see.
+together, so a run is mostly a whole group. Padding in between ends it: those elements are of no
+parameter, and math on them (0 / 0 with ``eps=0``, say) would put values there that codecs see.
 
 [Note: bits of joined parameters]
 On the CPU some kernels compute the end of a tensor, less than two vectors of it, in another way

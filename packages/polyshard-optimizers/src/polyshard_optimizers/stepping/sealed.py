@@ -1,13 +1,13 @@
-"""Optimizer state that nobody can have changed, so that no step has to look at it.
+"""Optimizer state that no other code can have changed, so that no step has to look at it.
 
 [Note: sealed state]
-State is changed by who has it in hand. While the optimizer alone holds it, and nobody has read
-``optimizer.state`` since, it is as the last step left it. So reading that attribute is noted, and
-opens the *seal*; until it closes again, each step looks at all state (see [Note: does the plan
-hold]). It closes when a look has found nothing changed and references say that whoever read state
-has let it go: those to the mapping, to each parameter's dict, to each entry, to what is local of
-it, and to the storages, which aliases share. Counting takes longer than a look, so the next
-attempt after one that failed waits twice as long: somebody may keep a state dict for good.
+Only code that holds state can change it. While the optimizer alone holds it, and no other code has
+read ``optimizer.state`` since, it is as the last step left it. So reading that attribute is noted,
+and opens the *seal*; until it closes again, each step looks at all state (see [Note: does the plan
+hold]). It closes when a look has found nothing changed and reference counts say that no other code
+holds state any more: counts of the mapping, of each parameter's dict, of each entry, of what is
+local of it, and of the storages, which aliases share. Counting takes longer than a look, so the
+next attempt after one that failed waits twice as long: a state dict may be kept for good.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Seal:
     """Whether state of a plan is sealed. See [Note: sealed state]."""
 
     def __init__(self, can_close: bool = True) -> None:
-        """``can_close`` is false where somebody else than the optimizer works on the state."""
+        """``can_close`` is false where others than the optimizer work on the state."""
         self.is_closed = False
         self._can_close = can_close
         self._wait = self._left = 1
         self._openings = 0
 
     def open(self) -> None:
-        """Somebody was shown the state, maybe in a thread of their own."""
+        """Other code was shown the state, maybe in another thread."""
         self._openings += 1
         if self.is_closed:
             self.is_closed = False
@@ -81,7 +81,7 @@ class Holdings:
         self._of_entries = [counted[id(v)] + places[id(v)] for v in self._entries]
 
     def are_ours_alone(self) -> bool:
-        """Whether nobody else can reach them."""
+        """Whether no other code can reach them."""
         return (
             self._is_plain
             and _references([self._states]) == [self._of_states + 2]  # this object and the list

@@ -1,4 +1,4 @@
-"""What makes the steps of an optimizer in place of its class: the one place where it is swapped.
+"""Makes the steps of an optimizer instead of its class: the one place where that is swapped.
 
 [Note: steps]
 The optimizer object stays; its class becomes a subclass whose ``step`` is made by twins (see
@@ -95,7 +95,7 @@ class Stepper:
             raise
 
     def state_was_shown(self) -> None:
-        """Somebody reads the state of the optimizer, and may keep and change it."""
+        """Other code reads the state of the optimizer, and may keep and change it."""
         if self.plan is not None:
             self.plan.seal.open()
 

@@ -7,7 +7,7 @@ when a twin steps.
 
 Every twin of a step begins with the settings and attributes that the optimizer had when the step
 began, so that a counter counts it once. What twins make of them is the optimizer's when the step
-ends. Classes that nobody knows may have lists beside their groups: their twins have every group in
+ends. Unknown classes may have lists beside their groups: their twins have every group in
 its place, with no parameters where nothing is stepped. torch's own have no such lists, and are
 spared the time that groups take.
 """
@@ -143,7 +143,7 @@ class Twins:
     def end(self) -> None:
         """All parts are stepped: the optimizer and its groups show what that changed in them."""
         self._optimizer.__dict__.update(self._attributes)
-        self._before = {}  # nobody is to keep what it has any longer
+        self._before = {}  # to keep nothing of it alive
         for index, (group, changed) in self._idle.items():
             if index not in self._stepped:
                 group.update(changed)

@@ -1,1 +1,1 @@
-"""Whoever fails, all ranks know within a second, and those who wait are woken."""
+"""When a rank fails, all ranks know within a second, and waiting ranks are woken."""

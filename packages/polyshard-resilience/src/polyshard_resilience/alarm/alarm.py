@@ -1,25 +1,26 @@
-"""Whoever fails, all know within a second: one alarm for the ranks of the default process group.
+"""When a rank fails, all know within a second: one alarm for the ranks of the default group.
 
 [Note: alarm]
 A transfer that never completes tells a rank nothing: its peer may have raised in a plugin minutes
-ago. So whatever ends the work of a rank is *rung*: written to the store, where the first report of
-an *epoch* stands and later ones of it are dropped. Every rank has a thread that looks for reports
-(``alarm/watch.py``), and all connections of the engine are its own. Who hears of a report cuts them
-(see [Note: cutting] of ``_torch_private.py``), which wakes every wait on them, and the handler
-(``handler.py``) puts the report in place of gloo's words.
+ago. So whatever ends the work of a rank is *rung*: a rank writes it to the store, which keeps the
+first report of an *epoch* and drops later ones. Every rank has a thread that looks for reports
+(``alarm/watch.py``), and all connections of the engine are its own. A rank that finds a report cuts
+them (see [Note: cutting] of ``_torch_private.py``), which wakes every wait on them. The handler
+(``handler.py``) then raises an error with the report instead of gloo's.
 
 On a device the engine's collectives are those of the mesh's process groups. They pair by order, so
-once ranks have left a step at different places no later one is valid: who hears of a report aborts
-them all (see [Note: aborting] there) and says so, and recovery makes them anew.
+once ranks have left a step at different places no later one is valid. A rank that finds a report
+aborts them all (see [Note: aborting] there) and says so, and recovery makes them anew.
 
-What is rung, and by whom: by a rank itself, exceptions in the engine and in plugins, in the model's
-forward and backward, and any that ends its process; by whoever notices, a process that is gone or
-stopped (seen in ``/proc`` on the same host, in a broken connection from another) and ranks that
-wait for each other at different places (:mod:`polyshard_resilience.alarm.positions`).
+A rank rings for its own failures: exceptions in the engine and in plugins, in the model's forward
+and backward, and any that ends its process. Any rank rings for what it notices of others: a process
+that is gone or stopped (seen in ``/proc`` on the same host, in a broken connection from another),
+and ranks that wait for each other at different places
+(:mod:`polyshard_resilience.alarm.positions`).
 
 The next outermost forward begins a new epoch: connections are made anew among the ranks that come.
-Ranks need no word about that: each goes to the first epoch that nobody has ended. So who fails
-again while others still recover costs these others nothing.
+Ranks need no message about that: each enters the first epoch that no rank has ended. So a rank that
+fails again while others still recover costs these others nothing.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ from polyshard_resilience.alarm.register import Register
 from polyshard_resilience.alarm.reports import NOBODY, Cause, Report, unexplained
 
 LOOK_SECONDS = 0.1
+"""How often a rank looks for a report; more seldom where very many share one store."""
 LOOKS_FOR_OLD = 8
 """One of so many also finds a report that the store keeps no more."""
-"""How often a rank looks for a report; more seldom where very many share one store."""
 EXPLAIN_SECONDS = 0.5
-"""How long a rank whose connection broke waits for somebody to say why."""
+"""How long a rank whose connection broke waits for another to say why."""
 ACCOUNT_SECONDS = 2.0
 """How long a rank that recovers waits for others to do so."""
 LEAVING = (SystemExit, KeyboardInterrupt)
-"""They end the process, unless somebody catches them on the way."""
+"""They end the process, unless they are caught on the way."""
 RECOVER_SECONDS = 10.0
 """How long a new epoch may wait for the store."""
 
 
 class Connections(Protocol):
-    """What ranks send over, from which an alarm frees those who wait."""
+    """What ranks send over; an alarm wakes the threads that wait in it."""
 
     def cut(self) -> None:
         """End all transfers, from any thread; new ones are refused."""
@@ -83,15 +84,16 @@ class Waiting(Protocol):
         ...
 
     def place(self) -> tuple[int, str, int] | None:
-        """The rank it waits for, the key of the transfer, and the how-manieth of this key.
+        """The rank it waits for, the key of the transfer, and its number among those of this key.
 
-        :data:`NOBODY` where it waits for all of :meth:`peers`. ``None`` when it has just ended.
+        The rank is :data:`NOBODY` where it waits for all of :meth:`peers`. ``None`` when it has
+        just ended.
         """
         ...
 
 
 class Alarm:
-    """See [Note: alarm]. Without a ``board`` there is nobody to tell, and nothing happens."""
+    """See [Note: alarm]. Without a ``board`` there are no others to tell, and nothing happens."""
 
     def __init__(self, board: Board | None) -> None:
         """For all ranks of ``board``; quiet until :meth:`start`."""
@@ -117,12 +119,12 @@ class Alarm:
         """Those of them of which all ranks were told."""
         self.connections: dict[object, Connections] = {}
         self.mending: dict[str, object] = {}
-        """What process groups were mended with, by their names: not the alarm's to cut."""
+        """What process groups were repaired with, by their names: not the alarm's to cut."""
         self._has_cut = False
         self._cutting = threading.Lock()
         self._looks = 0
         self._left: Report | None = None
-        """What ended the epoch before, until somebody asked what broke in it."""
+        """What ended the epoch before, until :meth:`broken_groups` has asked what broke in it."""
         self._lock = threading.Lock()
         seconds = LOOK_SECONDS
         if board is not None:
@@ -144,7 +146,7 @@ class Alarm:
     # Telling ----------------------------------------------------------------------------------
 
     def fail(self, where: str, error: BaseException, *, ends: bool = False) -> Report:
-        """This rank cannot go on because of ``error``, which ``ends`` its process or not."""
+        """This rank cannot continue because of ``error``, which ``ends`` its process or not."""
         text = f"rank {self.rank} failed {where}: {said_of(error)}"
         cause = Cause.GONE if ends or isinstance(error, LEAVING) else Cause.RAISED
         if isinstance(error, GradientMismatchError):
@@ -156,7 +158,7 @@ class Alarm:
     def ring(self, report: Report, epoch: int | None = None) -> Report:
         """Tell all ranks; the report that stands, which may be another's.
 
-        Of an ``epoch`` that is over, in which whoever rings has seen something, nobody is told.
+        Nothing is told of an ``epoch`` that is over, in which the caller saw what it reports.
         """
         if self.board is None or self.report is not None:
             return self.report or report
@@ -180,8 +182,8 @@ class Alarm:
     def cut_elsewhere(self, epoch: int, cut: Callable[[], None]) -> None:
         """Call ``cut`` if this rank has not raised in ``epoch`` yet, and tell others before.
 
-        What it is woken from raises, or else its next forward does; it leaves the epoch no sooner
-        than ``cut`` has ended, which would else cut what is mended.
+        What it is woken from raises, or else its next forward does. It leaves the epoch no sooner
+        than ``cut`` has ended, which would else cut what was repaired.
         """
         with self._cutting:
             with self._lock:
@@ -194,7 +196,7 @@ class Alarm:
     def broken_groups(self) -> Broken:
         """The process groups that are broken after a failure. See [Note: who has cut].
 
-        Waits until all ranks have come to the epoch that this one has gone on to, if they will;
+        Waits until all ranks have come to the epoch that this one has entered, if they will, for
         :data:`ACCOUNT_SECONDS` at most. So ranks that fail again, all of them, do so in one epoch.
         Asked once after each failure.
         """
@@ -273,7 +275,7 @@ class Alarm:
                 self.hear(epoch, Report.decode(told))
 
     def look(self) -> None:
-        """Hear now what the thread would hear in a moment."""
+        """Look for a report now, as the thread would in a moment."""
         if self.board is not None and self.report is None:
             epoch, epochs, told = self.epoch, self._epochs, None
             with suppress(UnansweredError):
@@ -291,7 +293,7 @@ class Alarm:
             raise self.refusal(what)
 
     def refusal(self, group: object) -> PolyshardError:
-        """Why a transfer of ``group`` cannot go on; there is a report."""
+        """Why a transfer of ``group`` cannot continue; there is a report."""
         return self.because(f"a transfer of group '{group}' did not complete")
 
     def because(self, what: str) -> PolyshardError:
@@ -390,7 +392,7 @@ class Alarm:
         return number
 
     def begin_anew(self, number: int | None = None) -> None:
-        """If this epoch was ended, go on to ``number``, by default the next that was not."""
+        """If this epoch was ended, enter ``number``, by default the next that was not."""
         if self.board is None or (self.report is None and number is None):
             return
         epochs = self._epochs

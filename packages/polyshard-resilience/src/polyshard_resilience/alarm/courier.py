@@ -1,4 +1,4 @@
-"""Requests to the store from a thread of its own, so that nobody waits for a store that hangs.
+"""Requests to the store from a thread of its own, so that no caller waits for one that hangs.
 
 The store lives in a process of its own (torchrun's agent) or in one of the ranks, which may be
 stopped: then a request is not refused, it is never answered.
@@ -115,7 +115,7 @@ class Courier:
         self._begun = time.monotonic()
         try:
             self._routine(self._store)
-        except Exception:  # the store is gone: nobody will write to it either
+        except Exception:  # the store is gone: no rank will write to it either
             return False
         self._begun = None
         return True

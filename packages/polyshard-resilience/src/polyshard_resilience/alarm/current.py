@@ -75,7 +75,7 @@ class Current:
         self._lock = threading.Lock()
 
     def get(self) -> Alarm:
-        """That of the default process group; a silent one where there is nobody to tell."""
+        """That of the default process group; a silent one where there are no other ranks."""
         store = default_store() if dist.is_initialized() else None
         if store is None or store is not self._store:
             with self._lock:

@@ -3,17 +3,17 @@
 [Note: who has cut]
 A process group that one rank has cut is broken for all of its ranks, and works again only when all
 of them connect anew (:mod:`polyshard_resilience.mending`). So a rank that cuts says so before,
-and takes that back when it has been mended. Others may read the list once nobody can cut any more:
-a rank cuts only until it goes on to the next epoch. Those who recover wait until all have come to
-theirs (ranks that were told again of one failure leave several behind). A rank that is busy
-elsewhere for long is not waited for. What it cuts later stands in the list at the next failure.
+and takes that back when its groups are repaired. Others may read the list once no rank can cut any
+more: a rank cuts only until it enters the next epoch. Ranks that recover wait until all have come
+to theirs (ranks that were told again of one failure leave several behind). They do not wait long
+for a rank that is busy elsewhere. What it cuts later is in the list at the next failure.
 
-[Note: out of step] A group that nobody waits in can be broken as well. A rank that was told of a
+[Note: out of step] A group in which no rank waits can be broken as well. A rank that was told of a
 failure after it had begun a collective, and before it needed the result, leaves messages behind
 that others will take for those of the next collective: gloo ends their processes for it. So ranks
-that go on to an epoch compare how many collectives each has begun in every group, and one that
-finds another number than the first to come says that this group is broken. One that was aborted on
-a device is broken in any case.
+that enter an epoch compare how many collectives each has begun in every group, and one that finds
+another number than the first to come says that this group is broken. One that was aborted on a
+device is broken in any case.
 
 [Note: kept epochs] Only the reports of the last :data:`KEPT` epochs stay. A rank that was away for
 longer (stopped, say) would take one that was forgotten for free; so the number of the last one to
@@ -48,7 +48,7 @@ class Epochs:
         return f"{self.prefix}/detail/{epoch}"
 
     def come(self, epoch: int) -> str:
-        """Where is counted how many ranks have gone on to ``epoch``."""
+        """The key that counts the ranks that have entered ``epoch``."""
         return f"{self.prefix}/come/{epoch}"
 
     def end(self, store: dist.Store, epoch: int, text: str) -> str:
@@ -72,7 +72,7 @@ class Epochs:
         return found
 
     def first_free(self, store: dist.Store, number: int) -> int:
-        """The first epoch from ``number`` on that nobody has ended."""
+        """The first epoch from ``number`` on that no rank has ended."""
         free = max(number, self._last(store) - KEPT + 1)
         while store.check([self.report(free)]):
             free += 1
@@ -139,11 +139,11 @@ class Cuts:
         return Broken(frozenset(map(int, ranks)), frozenset(groups))
 
     def compare(self, store: dist.Store, epoch: int, begun: Mapping[str, int]) -> None:
-        """This rank goes on to ``epoch``. See [Note: out of step].
+        """This rank enters ``epoch``. See [Note: out of step].
 
         Args:
             store: Of all ranks.
-            epoch: The same number on all that go on together.
+            epoch: The same number on all that enter together.
             begun: Collectives so far, by group: all of its ranks call it the same.
         """
         apart = set()

@@ -1,6 +1,7 @@
-"""For ranks that wait for each other outside of transfers: who failed, and who will not come.
+"""For ranks that wait for each other outside of transfers: which failed, and which will not come.
 
-The alarm sees to those who wait in a transfer. Who waits at the store, or for a file, asks here.
+The alarm wakes ranks that wait in a transfer. A rank that waits at the store, or for a file, asks
+here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def tell(error: BaseException) -> None:
 
 
 def tell_again(error: BaseException) -> None:
-    """As :func:`tell`, for those who began anew since: to them, what was told before is over."""
+    """As :func:`tell`, for ranks that began anew since: to them, what was told before is over."""
     alarm = current_alarm()
     if not isinstance(error, PeerError):
         alarm.begin_anew()
@@ -105,7 +106,7 @@ class Roll:
     _silence: Silence = field(default_factory=Silence)
 
     def call(self) -> Absent | None:
-        """Those that will not come, and have all others hear of it; ``None`` if all may."""
+        """Those that will not come, of which all others are told; ``None`` if all may."""
         alarm = current_alarm()
         if alarm.board is None:
             return None

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other at different places wait for ever: that can be proven, and said.
+"""Ranks that wait for each other at different places wait for ever: that can be proven.
 
 [Note: ranks apart]
 Control flow that differs (an evaluation on one rank alone, layers in another order, a layer that
@@ -6,9 +6,9 @@ one rank skips) leaves ranks waiting for transfers that their peers never begin.
 needed to know: a rank that waits tells the others for whom, for which transfer, and which transfers
 it has begun. Follow *who waits for whom*, as long as the awaited one has not begun the transfer. A
 circle, whose ranks all still wait for the same thing at a second look, was complete in between, and
-a rank that waits begins nothing: none of them ever goes on. A slow rank does not wait, and a
+a rank that waits begins nothing: none of them ever continues. A slow rank does not wait, and a
 message under way was begun, so neither is taken for one. A rank that waits for *all* of some ranks
-(in a vote of an attempt, or before a first forward) waits for those of them that stand elsewhere.
+(in a vote of an attempt, or before a first forward) waits for those of them that are elsewhere.
 
 A key of a transfer holds the turn (the outermost forward, counted from the epoch's begin). So
 ranks that are not in the same turn never take each other's numbers, however their transfers
@@ -31,7 +31,7 @@ class Position:
     """One rank that waits."""
 
     wait: int
-    """Which of its waits: another number means that it went on."""
+    """Which of its waits: another number means that the last one ended."""
     beat: int
     """Grows as long as it waits."""
     peer: int

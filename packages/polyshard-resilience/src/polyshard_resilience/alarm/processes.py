@@ -65,7 +65,7 @@ class Process:
         state, started = _stat(self.pid)
         if state in ("", "Z", "X") or started != self.started:
             return Condition.GONE
-        # "t" is a process that a debugger holds: whoever does that wants others to wait.
+        # "t" is a process that a debugger holds: its user wants others to wait.
         return Condition.STOPPED if state == "T" else Condition.RUNNING
 
     def __str__(self) -> str:

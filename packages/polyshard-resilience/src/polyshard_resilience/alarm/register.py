@@ -2,7 +2,7 @@
 
 [Note: ranks in sight]
 A rank that read the record of every other one would make N requests, and all of them N². So a rank
-has two kinds of others in sight. The processes of its own host stand in one list, which it reads in
+has two kinds of others in sight. The processes of its own host are in one list, which it reads in
 one request; their condition is the kernel's to tell. And it listens to the two ranks *beside* it
 (those with the numbers before and after), wherever they run. Each rank that is gone or stopped is
 in sight of another, which tells all.
@@ -31,7 +31,7 @@ class Silence:
     """How long others have shown no sign of life, as far as this rank has listened."""
 
     def __init__(self) -> None:
-        """Nobody was listened to."""
+        """No rank was listened to."""
         self._heard: dict[int, tuple[int, float, float]] = {}
 
     def of(self, rank: int, sign: int, now: float) -> float:
@@ -46,7 +46,7 @@ class Register:
     """Of the ranks of one alarm."""
 
     def __init__(self, board: Board, courier: Courier) -> None:
-        """Nobody is in it; ``courier`` asks the store of ``board``."""
+        """Empty; ``courier`` asks the store of ``board``."""
         self._board = board
         self._courier = courier
         at, every = board.ranks.index(board.rank), board.ranks
@@ -60,7 +60,7 @@ class Register:
     def enter(self) -> None:
         """Tell others which process this rank is; they may know when this returns.
 
-        Of a process that was killed before, nobody could say that it is gone.
+        If a process were killed before, no rank could say that it is gone.
         """
         rank, text = self._board.rank, Process.own().encode()
         entry = f"{rank} {text}\n"
@@ -88,7 +88,7 @@ class Register:
         return [r for r in every if r in near or r in self.beside]
 
     def leave(self, how: str) -> None:
-        """This rank's process ends: whoever waits for it may know that it will not come."""
+        """This rank's process ends: ranks that wait for it learn that it will not come."""
         key = self._board.key("left", self._board.rank)
         self._courier.tell(lambda store: store.set(key, how))
 

@@ -12,7 +12,7 @@ NOBODY = -1
 
 
 class Cause(Enum):
-    """Why no rank can go on."""
+    """Why no rank can continue."""
 
     RAISED = "raised"
     """A rank met an exception; its process lives."""
@@ -43,7 +43,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Report:
-    """One failure: of ``rank`` (:data:`NOBODY` for none in particular), in words."""
+    """One failure of ``rank``, in words; :data:`NOBODY` where it is of no single rank."""
 
     rank: int
     cause: Cause
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def is_of_process(self) -> bool:
-        """Whether its rank can answer nobody: the process ended, or stands still."""
+        """Whether its rank cannot answer: the process ended, or was stopped."""
         return self.cause in (Cause.GONE, Cause.STOPPED)
 
     def encode(self) -> str:
@@ -83,7 +83,7 @@ class Report:
 
 
 def unexplained(peer: int | None, error: Exception, *, is_there: bool) -> Report:
-    """Of a transfer with ``peer`` that ended with ``error``, when nobody has said why.
+    """Of a transfer with ``peer`` that ended with ``error``, when no rank has said why.
 
     ``is_there``: whether the process of ``peer`` is known to run.
     """

@@ -1,17 +1,17 @@
-"""The thread that watches how long this rank waits, and for whom. See [Note: alarm].
+"""The thread that watches how long this rank waits, and for which others. See [Note: alarm].
 
 A rank that waits for more than a moment looks at the processes in its sight (gone, stopped; see
 [Note: ranks in sight] of ``register.py``), tells the others where it is, and looks for a circle
 (see [Note: ranks apart]). While nothing waits there are pulses alone, between hosts.
 
 [Note: waits elsewhere]
-A rank may also wait in a collective of somebody else's (a sum of losses, activations of tensor
-parallelism) when the step is lost, and its peers never come. Those process groups are not the
-engine's to break, and ranks that have all raised may need them to agree on what to do. While a rank
-waits there, it looks at processes of its own host, which takes no request. The groups are cut, as
-the last resort, only by a rank that has not raised :data:`ELSEWHERE_SECONDS` after the
-report and still stands in ``torch.distributed``. ``reset_iter_state()`` mends them (see
-[Note: mending] of ``mending.py``).
+A rank may also wait in a collective that is not the engine's (a sum of losses, activations of
+tensor parallelism) when the step is lost, and its peers never come. The engine should not break
+those process groups: ranks that have all raised may need them to agree on what to do. While a rank
+waits there, it looks at processes of its own host, which takes no request. As the last resort, a
+rank cuts the groups if it has not raised :data:`ELSEWHERE_SECONDS` after the report and is still in
+``torch.distributed``. ``reset_iter_state()`` repairs them (see [Note: repaired groups] of
+``mending.py``).
 
 [Note: waits for a device]
 A host that waits for a device may stand anywhere in a program, and use its processor. So where
@@ -54,9 +54,9 @@ logger = logging.getLogger("polyshard")
 
 TICK_SECONDS = 0.1
 PATIENCE_SECONDS = 0.3
-"""How long a wait is nobody's business."""
+"""A shorter wait is not looked at."""
 ELSEWHERE_SECONDS = 0.4
-"""How long a rank that heard of a report may take to leave ``torch.distributed``."""
+"""How long a rank may take to leave ``torch.distributed`` after it has found a report."""
 FRAMES = 12
 """How deep below a call of ``torch.distributed`` a thread may stand."""
 RANKS_PER_TICK = 64
@@ -98,7 +98,7 @@ class Watch:
                 self._tick(time.monotonic())
             except UnansweredError:
                 pass
-            except Exception:  # without this thread, no rank would hear of a failure of others
+            except Exception:  # without this thread, this rank would learn of no failure of others
                 logger.exception("the search for deadlocked ranks failed and will be repeated")
 
     def _tick(self, now: float) -> None:
@@ -165,9 +165,9 @@ class Watch:
         self._alarm.courier.tell(lambda store: store.set(key, ""))
 
     def _look_for_circle(self, epoch: int, candidate: int) -> None:
-        """In which ranks stand that said so in this ``epoch``: those of an earlier one have left.
+        """Among ranks that gave their place in this ``epoch``: those of an earlier one have left.
 
-        Other ranks may have ended the epoch meanwhile, and this one gone on to the next.
+        Other ranks may have ended the epoch meanwhile, and this one entered the next.
         """
         find = partial(self._find, epoch)
         circle, self._circle = self._circle, None
@@ -273,7 +273,7 @@ class _Thread:
         self._used = -1.0
 
     def elsewhere(self, every: tuple[int, ...]) -> _Elsewhere | None:
-        """What it waits for in torch; without a ``group`` at hand, nobody is looked at."""
+        """What it waits for in torch; ``None`` if its frame does not show which group."""
         frame = self._frame_in_torch() if self._is_still() else None
         if frame is None or "group" not in frame.f_code.co_varnames:
             return None
@@ -284,7 +284,7 @@ class _Thread:
         return _Elsewhere(every) if group is None else None
 
     def is_in_torch(self) -> bool:
-        """Whether it stands in a collective of torch's: not in what ``DTensor`` computes."""
+        """Whether it is in a collective of torch's: not in what ``DTensor`` computes."""
         return self._frame_in_torch() is not None
 
     def _is_still(self) -> bool:

@@ -139,7 +139,7 @@ class Corruption:
         self._listen(model, optimizers)
 
     def _listen(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Hooks hold the guard; it holds nobody."""
+        """Hooks hold the guard; it holds neither the model nor the optimizers."""
         for module in model.modules():
             module.register_load_state_dict_post_hook(self._after_loading)
         for window, optimizer in zip(self._windows, optimizers, strict=True):
@@ -201,7 +201,7 @@ class Corruption:
         self._forget(state=parameters_of(optimizer))
 
     def _after_another(self, optimizer: Optimizer) -> None:
-        """An optimizer that nobody told of has stepped, perhaps some of the same parameters."""
+        """An optimizer that the guard does not know stepped, perhaps some of its parameters."""
         if all(window.optimizer is not optimizer for window in self._windows):
             self._forget(weights=parameters_of(optimizer))
 
@@ -292,7 +292,7 @@ class Window:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """``None`` when nobody holds it any more."""
+        """``None`` when it is held no more."""
         return self._optimizer()
 
     @property
@@ -306,7 +306,7 @@ class Window:
         self.look = Look(watched_of(optimizer))
 
     def retake(self) -> None:
-        """Go on from what memory holds now, if it is open."""
+        """Compare with what memory holds now from here on, if it is open."""
         if self.is_open and self.optimizer is not None:
             self.open(self.optimizer)
 

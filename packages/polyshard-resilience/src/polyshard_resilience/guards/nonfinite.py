@@ -252,7 +252,7 @@ class NonFinite:
 def _wrap_step(optimizer: Optimizer, guard: NonFinite) -> None:
     """Put the guard around ``optimizer.step``, on the object, as schedulers do.
 
-    What is put there holds the optimizer weakly, so that it is freed when nobody else holds it.
+    The wrapper holds the optimizer weakly, so that it is freed as it would be without.
     """
     held = weakref.ref(optimizer)
     inner: Any = optimizer.step

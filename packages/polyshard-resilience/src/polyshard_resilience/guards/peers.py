@@ -2,8 +2,8 @@
 
 [Note: one verdict]
 Parameters may have meshes of several axes, and different meshes, so there need not be a process
-group of all ranks concerned. A message goes around every group of every axis in turn, in the order
-in which parameters name them, which is the same on all ranks: what one rank knows has then reached
+group of all ranks concerned. A message visits every group of every axis in turn, in the order in
+which parameters name them, which is the same on all ranks: what one rank knows has then reached
 all ranks of the product of the axes. Each is one number; names travel only when something is wrong.
 """
 

@@ -2,9 +2,9 @@
 
 [Note: who wrote]
 A flipped bit leaves no trace but the value. A write mostly leaves one: a version counter that torch
-counts up, memory that is elsewhere now, another object. So what differs without a trace was written
-by nobody, and what differs with one is taken as it is. Writes that torch does not count (``.data``,
-foreach operations on ``DTensor`` s) look like flipped bits, which is why they have to be said.
+counts up, memory that is elsewhere now, another object. So what differs without a trace was not
+written by the program, and what differs with one is taken as it is. Writes that torch does not
+count (``.data``, foreach operations on ``DTensor`` s) look like flipped bits: callers declare them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Look:
         self._parameters = {id(one.watched.parameter) for one in self.seen.values()}
 
     def forget(self, parameters: Iterable[Tensor], *, weights: bool, state: bool) -> None:
-        """They were written with somebody's knowledge."""
+        """The program wrote them."""
         gone = {id(parameter) for parameter in parameters}
         if gone.isdisjoint(self._parameters):
             return

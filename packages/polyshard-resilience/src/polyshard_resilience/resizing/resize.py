@@ -67,7 +67,7 @@ def resize(
     *,
     among: dist.ProcessGroup | None = None,
 ) -> Resized:
-    """Have the ranks of ``group`` hold ``model``, in place of those that do now.
+    """Have the ranks of ``group`` hold ``model``, instead of those that do now.
 
     Call it between steps, after ``optimizer.zero_grad()``, on every rank of ``among``. A rank that
     joins brings the same model and optimizers, with all sharded parameters on the meta device:
@@ -331,7 +331,7 @@ class _Resize:
         """Let go of what was made."""
         if self._resizing is not None:
             self._resizing.undo()
-        go_on()  # process groups are mended in the epoch after a failure
+        go_on()  # process groups are repaired in the epoch after a failure
 
     def commit(self) -> Resized:
         """Let go of what was before."""

@@ -1,4 +1,4 @@
-"""Who holds which rows before and after: arithmetic without tensors."""
+"""Which rank holds which rows before and after: arithmetic without tensors."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Attempt(Generic[T]):
         return self.size
 
     def ready(self) -> None:
-        """Go on only if every rank has come here.
+        """Continue only if every rank has come here.
 
         The first ``optimizer.step()`` does so by itself. Call it, on every rank, before collectives
         of your own that come earlier: clipping, sums of losses. A rank that waits in one for a rank
@@ -248,7 +248,7 @@ class Attempt(Generic[T]):
             self._judge(error)
         self.succeeded = bool(self._verdict)
         undo = self._undo
-        del self._undo  # whoever keeps this object keeps no gradients by it
+        del self._undo  # this object may be kept for long, and keeps no gradients alive then
         if self.succeeded:
             return False
         refused = self._refused or self._error()
@@ -276,7 +276,7 @@ class Attempt(Generic[T]):
             self._verdict = self._ballot.cast(DONE, error)
 
     def _tell(self, error: BaseException) -> None:
-        """Have ranks hear of it that wait for this one, in a transfer or in the first forward."""
+        """Tell ranks that wait for this one, in a transfer or in the first forward."""
         tell(error)
         meshes = self._scope.meshes_to_meet
         if meshes and not isinstance(error, PeerError):
@@ -285,7 +285,7 @@ class Attempt(Generic[T]):
     def _interrupted(self, error: BaseException) -> bool:
         """The process is being ended: others are told, and nothing waits for them."""
         self.succeeded = False
-        # In this order: those who wait in a transfer hear of it before the process is gone, and
+        # In this order: ranks that wait in a transfer learn of it before the process is gone, and
         # then they come to the ballot.
         if self._refused is None:
             self._ballot.leave(DONE if self._is_ready else READY, error)

@@ -2,15 +2,15 @@
 
 [Note: ballots]
 All ranks of an attempt come to a *ballot* twice: before the first of them lets an optimizer change
-anything, and when the block has ended. After a failure they do so twice more: when nobody has
-anything left to tell of it, since what a rank begins after it has gone back would be ended by that;
-and when all have gone back. Whoever comes last concludes it, by one key of the store that the
-others wait for, so a rank makes a handful of requests however many ranks there are, and none of it
-is a collective, which a rank that failed would not come to. A rank that failed says so and comes as
-well; then the verdict is the same for all: not one of them goes on.
+anything, and when the block has ended. After a failure they do so twice more: when no rank has
+anything left to tell of it, since a later report would end what a rank begins after it has gone
+back; and when all have gone back. The rank that comes last concludes the ballot, by one key of the
+store that the others wait for. So a rank makes a handful of requests however many ranks there are,
+and none of it is a collective, to which a rank that failed would not come. A rank that failed says
+so and comes as well; then the verdict is the same for all: none of them continues.
 
 An error that another rank's failure caused (:class:`~polyshard.errors.PeerError`) explains nothing:
-it counts only where nobody has a reason of their own. For a rank that was killed or stopped any
+it counts only where no rank has a reason of its own. For a rank that was killed or stopped any
 other one concludes the ballot, as soon as it sees that.
 """
 
@@ -99,7 +99,7 @@ class Verdict:
 
 
 class _HalfUndoneError(RuntimeError):
-    """A rank could not go back, and goes on with none of the others."""
+    """A rank could not go back, and none of the ranks can continue."""
 
 
 def verdict_on(rank: int, error: BaseException, left: int) -> Verdict:
@@ -161,7 +161,7 @@ def go_back(ballot: Ballot, verdict: Verdict, put_back: Callable[[], None]) -> V
 
 
 def _unmended() -> PeerError | None:
-    """Mend process groups that were broken; why that failed, if it did."""
+    """Repair process groups that were broken; why that failed, if it did."""
     try:
         mend_groups(current_alarm())
     except PeerError as error:
@@ -218,7 +218,7 @@ class Ballot:
         return Verdict(Kind.GONE, {NOBODY: said} if absent is None else absent.said, self._left)
 
     def leave(self, name: str, error: BaseException) -> None:
-        """Come with an error, and wait for nobody: the process may be about to end."""
+        """Come with an error, and wait for no other rank: the process may be about to end."""
         if self._board is not None and self._lost is None:
             with suppress(RuntimeError):
                 self._come(self._board, name, error)
@@ -239,7 +239,7 @@ class Ballot:
         verdict = Verdict.read(ended) if ended else Verdict()
         if come // COMERS != self._left * len(board.ranks):
             verdict = replace(verdict, left=DISAGREED)
-        if name == UNDONE:  # before any rank goes on, and may fail again
+        if name == UNDONE:  # before any rank continues, and may fail again
             alarm = current_alarm()
             verdict = replace(verdict, epoch=alarm.first_free(alarm.epoch))
         verdict = self._conclude(board, name, verdict)
@@ -247,12 +247,12 @@ class Ballot:
         return verdict
 
     def _conclude(self, board: Board, name: str, verdict: Verdict) -> Verdict:
-        """End the ballot, unless somebody else was first; how it ended."""
+        """End the ballot, unless another rank was first; how it ended."""
         ended: bytes = board.store.compare_set(f"{board.prefix}/{name}/ended", "", verdict.text())
         return Verdict.read(ended.decode())
 
     def _tidy(self, board: Board, verdict: Verdict) -> None:
-        """Remove what nobody will look at any more: all have come to this attempt by now."""
+        """Remove what no rank will look at any more: all have come to this attempt by now."""
         old = []
         if self._before is not None:
             prefix = self._before.prefix

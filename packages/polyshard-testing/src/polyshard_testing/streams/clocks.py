@@ -2,16 +2,16 @@
 
 [Note: happens before]
 A stream does what it was given in order; so does a thread of the host. Between them there is order
-only where somebody made it: launching (the host before what it launches), an event that a stream
+only where a call made it: launching (the host before what it launches), an event that a stream
 recorded and another waits for, a host that waits for either. Each *actor*, stream or thread, has a
 clock that counts its steps, and knows which step of every other actor has surely ended. Two uses of
 the same bytes, at least one a write, must be ordered; if not, an accelerator may do them in either
 order, and that is a race whatever the values were here.
 
-Memory that is given back goes to the stream it was taken on, without waiting for anybody: what that
+Memory that is given back goes to the stream it was taken on, without waiting for others: what that
 stream is given next may write it at once. So giving back counts as a write by that stream. And
-memory that is taken may have been used until now by all that its stream was given before: whoever
-else uses it has to come after that.
+memory that is taken may have been used until now by all that its stream was given before: any other
+use has to come after that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timeline:
         return known[actor]
 
     def learn(self, actor: str, clock: Clock) -> None:
-        """``actor`` goes on after all that ``clock`` knows of."""
+        """``actor`` continues after all that ``clock`` knows of."""
         known = self.known(actor)
         for other, step in clock.items():
             if known.get(other, 0) < step:
@@ -124,7 +124,7 @@ class Ledger:
             self._at[start].home = home
 
     def know(self, start: int, nbytes: int, home: str | None) -> None:
-        """Memory was seen that somebody took before, or another name for memory known already."""
+        """Memory was seen that was taken before, or another name for memory known already."""
         stop = start + nbytes
         found = list(self._overlapping(start, stop))
         if not nbytes or (found and found[0].start <= start and stop <= found[0].stop):

@@ -20,17 +20,17 @@ class RecordedStream:
         self._module = module
 
     def wait_stream(self, other: RecordedStream) -> None:
-        """Go on after all that ``other`` was given so far."""
+        """Continue after all that ``other`` was given so far."""
         self._module.launched(other.name)
         self._module.timeline.learn(self.name, self._module.timeline.known(other.name))
 
     def wait_event(self, event: RecordedEvent) -> None:
-        """Go on after ``event``; at once if it was never recorded, as on an accelerator."""
+        """Continue after ``event``; at once if it was never recorded, as on an accelerator."""
         if event.clock is not None:
             self._module.timeline.learn(self.name, event.clock)
 
     def synchronize(self) -> None:
-        """Have the host go on after all that the stream was given so far."""
+        """Have the host continue after all that the stream was given so far."""
         self._module.host_waits(self.name)
 
 
@@ -48,7 +48,7 @@ class RecordedEvent:
         self.clock = self._module.timeline.snapshot(name)
 
     def synchronize(self) -> None:
-        """Have the host go on after it."""
+        """Have the host continue after it."""
         if self.clock is not None:
             self._module.timeline.learn(self._module.host, self.clock)
 
@@ -112,7 +112,7 @@ class RecordedModule:
         self.timeline.learn(stream, self.timeline.known(self.host))
 
     def host_waits(self, stream: str) -> None:
-        """The host goes on after what ``stream`` was given so far."""
+        """The host continues after what ``stream`` was given so far."""
         self.launched(stream)
         self.timeline.learn(self.host, self.timeline.known(stream))
 

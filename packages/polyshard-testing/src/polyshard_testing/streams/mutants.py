@@ -1,8 +1,8 @@
 """Every wait, event and keep-alive of some modules, and the same modules without one of them.
 
 [Note: mutants]
-What orders streams is found in the source, by the names of calls: whoever writes another wait has
-another mutant. A mutant evaluates what the call is made of and leaves the call out, so everything
+What orders streams is found in the source, by the names of calls: another wait in it is another
+mutant. A mutant evaluates what the call is made of and leaves the call out, so everything
 else is as it was. Functions are changed in place, in this process.
 """
 

@@ -25,12 +25,12 @@ class Watcher(Protocol):
         ...
 
     def finish(self, token: Any) -> None:
-        """The current stream goes on after a collective."""
+        """The current stream continues after a collective."""
         ...
 
 
 class RecordedWork(WorkBase):  # type: ignore[misc]
-    """A collective that somebody waits for."""
+    """A collective under way, to wait for."""
 
     def __init__(self, watcher: Watcher, token: Any) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ BESIDE = "polyshard beside training"
 
 
 def gather_options() -> Any:
-    """How an all-gather of :func:`connect_gloo`'s is to be done: as ever."""
+    """Default options of an all-gather of :func:`connect_gloo`'s."""
     return distributed_c10d.AllgatherOptions()
 
 

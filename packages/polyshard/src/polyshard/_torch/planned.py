@@ -37,7 +37,7 @@ def planned_ranks(ranks: int, backend: Planned, rank: int = 0) -> Iterator[None]
         backend: what they would communicate over.
         rank: which of them to be.
     """
-    # Late, because whoever does not plan needs nothing of torch's tests.
+    # Late: only planning needs what torch keeps for its tests.
     from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
     name = f"{PREFIX}{backend}"

@@ -10,7 +10,7 @@ frame of the wrapper is marked to be skipped, before dynamo ever sees it: then a
 has no graph break at its own hooks, and ``fullgraph=True`` holds for it. Where dynamo inlines the
 call of a module into another graph it asks for no frame, and breaks the graph at the hook.
 
-Importing dynamo takes seconds, so it is asked only where somebody else has imported it.
+Importing dynamo takes seconds, so the engine asks it only where other code has imported it.
 """
 
 from __future__ import annotations
@@ -458,7 +458,7 @@ def untraced(function: F) -> F:
 def skip_frames_of(function: Callable[..., Any]) -> None:
     """Have dynamo run ``function`` as it is, whichever compiled function it is called from."""
     action = eval_frame._FrameAction
-    # What it calls is looked at as ever: the wrapper asks dynamo itself to look away.
+    # Dynamo still compiles what the function calls: the wrapper itself asks it not to.
     strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 

@@ -24,7 +24,7 @@ class RandomState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; an accelerator's is left alone where there was none, or is none."""
+        """Restore it; an accelerator's stays as it is if there was none, or there is none now."""
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
         torch.set_rng_state(state_dict["torch"].cpu())

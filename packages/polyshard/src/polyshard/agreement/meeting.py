@@ -2,14 +2,14 @@
 
 [Note: meetings]
 Every set of ranks meets on its board again and again, and each meeting is concluded once: a single
-key, written by whoever is first, says *met* (all have come) or why not. So ranks never disagree
-about how a meeting ended, and whoever comes to one that was given up gets the same error as those
-who waited. Each rank counts the meetings it knows the end of, and goes to the next one.
+key, written by the first rank to know, says *met* (all have come) or why not. So ranks never
+disagree about how a meeting ended, and a rank that comes to one that was given up gets the same
+error as those that waited. Each rank counts the meetings it knows the end of, and enters the next.
 
 A rank that fails before it gets here leaves a report, which stands until that rank starts again.
 Others wait :data:`GRACE_SECONDS` for that, then give the meeting up, quoting it; and do so again at
 every further attempt while the report stands. A rank that failed as often itself in this meeting
-takes no notice: all were told the same, and those who recover may need longer than others.
+takes no notice: all were told the same, and some ranks take longer than others to recover.
 
 A rank whose process ended or stands still will not come either. Where the handler of failures
 knows that, it ends the meeting at once.
@@ -17,8 +17,8 @@ knows that, it ends the meeting at once.
 Ranks come with two digests: of what must be equal, and of notes, which they may hold different ones
 of or none. A difference between notes is no error: every rank is told of it in the same words.
 
-Whatever needs a look at every rank is done by one: of those who wait, the first to come looks for
-reports (one for each number of failures of its own, which decides what it takes notice of), and
+Whatever needs a look at every rank is done by one: of the ranks that wait, the first to come looks
+for reports (one for each number of failures of its own, which decides what it takes notice of), and
 the last to come compares, where digests differ, and says how. The others read its answer, so that
 a meeting takes a few requests a rank. Should that rank be gone, they look for themselves.
 """
@@ -290,7 +290,7 @@ class Meeting:
         self._here.post("notes", json.dumps(dict(notes)))
 
     def _show(self, kinds: _Kinds, lines: Sequence[str], notes: Mapping[str, str]) -> None:
-        """Show what this rank came with, if it is the first of those who have it."""
+        """Show what this rank came with, if it is the first of the ranks that have it."""
         if any(ranks[0] == self._here.rank for ranks in kinds.ranks):
             self._post(lines, notes)
 
@@ -316,7 +316,7 @@ class Meeting:
         raise AssertionError
 
     def _end(self, how: str) -> str:
-        """End the meeting, unless somebody else was first; how it ended."""
+        """End the meeting, unless another rank was first; how it ended."""
         ended: bytes = self.board.store.compare_set(f"{self._here.prefix}/ended", "", how)
         return ended.decode()
 
@@ -361,7 +361,7 @@ class Meeting:
         return int(self._here.look(self._here.key(FAILURES, rank)) or 0)
 
     def absent(self) -> str:
-        """What is said of them when time is up."""
+        """The error's text about the missing ranks when time is up."""
         missing, seconds = self.missing(), store_timeout_seconds(self.board.store)
         said = {r: text for r in missing if (text := self.board.read(STANDING, r))}
         quotes = "".join(f" Rank {r} failed: {t.split(' ', 2)[2]}." for r, t in said.items())
@@ -383,7 +383,7 @@ class _Lookout:
         self._looks = meeting.is_first_to_look()
         self._deadline = now + store_timeout_seconds(meeting.board.store)
         if not self._looks:
-            self._deadline += GRACE_SECONDS  # who looks for reports says who is missing, too
+            self._deadline += GRACE_SECONDS  # the rank that looks also names those that are missing
         self._reports_at = now
         self._blamed_since: float | None = None
 

@@ -34,10 +34,10 @@ MAX_AXES = 5
 
 
 def audiences(mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """Every set of ranks in which somebody may wait for this one, which works on ``mesh``.
+    """Every set of ranks in which another may wait for this one, which works on ``mesh``.
 
-    All slices of the whole mesh that hold this rank: who fails early may not know yet which other
-    axes its model would have had.
+    All slices of the whole mesh that hold this rank: a rank that fails early may not know yet which
+    other axes its model would have had.
     """
     root = root_mesh(mesh).mesh
     place = (root == dist.get_rank()).nonzero()
@@ -77,7 +77,7 @@ def compare_plans(roles: MeshRoles, units: Sequence[Unit]) -> None:
     for ranks, plans in own.items():
         differing |= agree(ranks, _all_lines(plans), notes=notes.get(ranks, {}))
     if own:
-        agree(roles.ranks, ())  # all hear of a difference among some
+        agree(roles.ranks, ())  # all learn of a difference among some
     for unit in units:
         unit.initial_values = ()
     warn_of_different(differing)

@@ -141,7 +141,7 @@ def _gather_below(
 def _substitutes(
     found: Sequence[tuple[str, nn.Module, Unit]],
 ) -> dict[Unit, list[Registration]]:
-    """What stands in for parameters gathered early (``torch.func.functional_call``), and where.
+    """What replaces parameters gathered early (``torch.func.functional_call``), and where.
 
     A transform computes with tensors over the memory of those parameters, under their names.
     """

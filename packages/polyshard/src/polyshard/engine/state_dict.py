@@ -94,7 +94,7 @@ class StateDictHooks:
         del args, kwargs
         try:
             self._unit.reshard()
-        except PeerError:  # a gather that nobody will complete: shards are whole without it
+        except PeerError:  # a gather that will never complete: shards are whole without it
             for group in self._unit.groups:
                 group.abandon()
 
@@ -117,7 +117,7 @@ class StateDictHooks:
                     )
 
     def _after_load(self, *args: object, **kwargs: object) -> None:
-        """Take over the parameters that ``assign=True`` put in place of the sharded ones."""
+        """Take over the parameters that ``assign=True`` put where the sharded ones were."""
         del args, kwargs
         for group in self._unit.groups:
             group.adopt_replaced()

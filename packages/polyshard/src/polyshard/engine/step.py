@@ -10,9 +10,9 @@ record expects nothing more, and its own order is what the caller's next one fol
 their units in the same order therefore expect the same.
 
 Leaving leaves notes that a backward takes, latest first, so that several forwards may come before
-one backward. Forwards whose backward never comes, as in evaluation, leave notes too: without grad
-mode reentrant checkpointing runs forwards that have a backward, so nobody can tell. The oldest are
-forgotten when there are too many, which costs a backward that does come no more than its prefetch.
+one backward. Forwards whose backward never comes, as in evaluation, leave notes too: reentrant
+checkpointing runs forwards that have a backward without grad mode, so grad mode does not tell. The
+oldest are forgotten when there are too many: a backward that does come loses its prefetch at most.
 
 [Note: prefetch]
 When a unit has been gathered for its forward, the gather of the one that is expected next starts
@@ -23,7 +23,7 @@ backward the unit that left its forward before is gathered while the one that st
 A gather reads a shard on the device; a storage elsewhere needs time to bring it there. Storages
 that ask are told from the second forward on: in forward, of the units behind the one that starts,
 in backward of those before the one whose gather was just started. A wrong guess costs the transfer,
-never a value: what nobody gathered is dropped when the forward or backward ends, since shards may
+never a value: what no unit gathered is dropped when the forward or backward ends, since shards may
 change then (see [Note: turns] of the freshness).
 
 [Note: reductions in flight]
@@ -76,7 +76,7 @@ FORWARDS = 64
 
 
 class StepOrder(Generic[U]):
-    """Who came before whom, of any kind of unit that can be told from others. See [Note: order]."""
+    """The order in which units ran, of any hashable kind of unit. See [Note: order]."""
 
     def __init__(self) -> None:
         self._records: dict[U, list[U]] = {}
@@ -263,7 +263,7 @@ class Prefetcher(Generic[G]):
         self._near.clear()
 
     def reset(self) -> None:
-        """Forget the iteration under way; whoever calls this frees all units."""
+        """Forget the iteration under way; the caller frees all units."""
         self._early.clear()
         self.order.reset()
 

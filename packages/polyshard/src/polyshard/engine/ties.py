@@ -58,7 +58,7 @@ class Taken:
     version: int
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Copies and pickles of an original are nobody's."""
+        """Copies and pickles of an original are ``None``."""
         return type(None), ()
 
 

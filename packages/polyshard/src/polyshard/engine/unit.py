@@ -40,7 +40,7 @@ from polyshard.transport.base import Turn
 
 
 class UnitWatch:
-    """Pairs the begins and ends of one unit's computation for those who watch it."""
+    """Pairs the begins and ends of one unit's computation for the observers that watch it."""
 
     def __init__(self, observers: tuple[Observer, ...]) -> None:
         """Nothing computes."""
@@ -50,7 +50,7 @@ class UnitWatch:
 
     @classmethod
     def of(cls, groups: Iterable[ParameterGroup]) -> UnitWatch | None:
-        """For those who watch any of ``groups``, each once; ``None`` if nobody does."""
+        """For the observers of any of ``groups``, each once; ``None`` if there are none."""
         found = {id(o): o for group in groups for o in group.meter.step_observers}
         return cls(tuple(found.values())) if found else None
 
@@ -78,7 +78,7 @@ class UnitWatch:
 
 
 def end_backward(watch: UnitWatch | None, unit: str) -> None:
-    """What ``unit`` computed in backward is there, for those who watch."""
+    """Tell observers that ``unit`` has computed its backward."""
     if watch is not None:
         watch.end_backward(unit)
 

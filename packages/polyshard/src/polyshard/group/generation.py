@@ -166,7 +166,8 @@ class Generation:
     def let_go(self) -> None:
         """Drop what is bound to shards that were replaced, which would keep their memory.
 
-        What goes on in the next generation stays, and what reduces gradients of earlier forwards.
+        Kept are the parts that the next generation uses too, and those that reduce gradients of
+        earlier forwards.
         """
         for name in ("gather", "unshard"):
             self.__dict__.pop(name, None)  # nothing to do where it was replaced again
@@ -184,7 +185,7 @@ def build_generation(parts: Parts, last: Generation | None) -> Generation:
 
     Args:
         parts: what it is built from.
-        last: what served until now; memory and leaves go on where they suit.
+        last: the generation until now; its memory and leaves are used again where they suit.
     """
     dtypes, contributions, shards = parts.dtypes, parts.contributions, parts.shards
     shards.turn = parts.turn

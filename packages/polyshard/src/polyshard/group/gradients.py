@@ -170,7 +170,7 @@ class Gradients:
         return generation.dtypes.reduce if has_unreduced else generation.wire
 
     def _check_open(self, generation: Generation, gradients: dict[int, Tensor]) -> None:
-        """Refuse to round gradients of which nobody said that they may be rounded.
+        """Refuse to round gradients that no setting allows to be rounded.
 
         Raises:
             SettingError: naming the parameters.

@@ -5,8 +5,8 @@ buffer) or UNSHARDED (the modules hold the unsharded parameters). Every transiti
 at any time; one that has happened already is a no-op.
 
 [Note: kept parameters]
-A root told not to free its parameters after backward, blocks that stay gathered in evaluation, or
-somebody's own ``unshard()``: whatever is found unsharded when an outermost forward starts may be
+A root may be told not to free its parameters after backward, blocks stay gathered in evaluation,
+and users call ``unshard()``. What is unsharded when an outermost forward starts may therefore be
 out of date (see [Note: turns] of the freshness). Every rank compares its own part, and since ranks
 gather together they decide together: one all-reduce of a byte a group, in each process group that
 has any, and a group that differs on one rank is gathered anew on all. A forward that finds
@@ -119,7 +119,7 @@ def _outdated(groups: list[ParameterGroup]) -> list[bool]:
 
 
 def _comparing(part: Part, group: ParameterGroup, names: str) -> AbstractContextManager[object]:
-    """Where the host waits for a device, it says for whom."""
+    """Where the host waits for a device, it says for which group."""
     if streams_of(group.device) is None:
         return nullcontext()
     ranks, count = group.roles.shard_ranks, group.turn.count
@@ -384,7 +384,7 @@ class ParameterGroup:
         self._gathering = frame
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.promised_at_step = None
-        self._made, self.made_at_step = turn.number, turn.steps  # as vouch() does
+        self._made, self.made_at_step = turn.number, turn.steps  # as in `vouch()`
         traffic, moved = meter.traffic, program.moved
         traffic.gathers += 1
         traffic.sent_bytes += moved.sent
@@ -636,7 +636,7 @@ class ParameterGroup:
                 yield from (self.shards.parameters[i].info.fqn for i in wanted if i not in summed)
 
     def free_sent(self, frame: Frame) -> None:
-        """Free what a reduction sent, while the rest of it goes on, to be finished later."""
+        """Free what a reduction sent, while the rest of it continues, to be finished later."""
         program = frame.program
         run(frame, program.cut + program.early, self._part, "polyshard.reduced")
 

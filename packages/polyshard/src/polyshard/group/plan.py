@@ -21,7 +21,7 @@ from polyshard.sharding.layout import GroupLayout
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does what for a group: names with settings, as they must agree on all ranks."""
+    """Which part takes each role for a group: names with settings, equal on all ranks."""
 
     transport: str
     exclusive: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Makes the plan of a group: who does what, how each parameter travels, bytes to the last one."""
+"""Makes the plan of a group: which part takes each role, how each parameter travels, all bytes."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ Tensors that lie end to end in memory can be worked on as one, but torch makes a
 storages only from a pointer. DLPack is the protocol that hands pointers over on every device: a
 tensor of the same kind is exported, the description is copied with another address and length, and
 imported. The description lives in memory of the C library, whose ``free`` is what the importer
-calls when it is through. Such a tensor keeps nothing alive: whoever makes one sees to it that the
-memory is there whenever it is used.
+calls when it is through. Such a tensor keeps nothing alive: the code that makes one keeps the
+memory for as long as the tensor is used.
 """
 
 from __future__ import annotations

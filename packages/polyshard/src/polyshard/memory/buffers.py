@@ -11,10 +11,10 @@ change only the memory behind it. Two ways:
   and moves physical pages in and out, because fresh pages from the C allocator cost several times
   the transfer itself in page faults.
 
-Whoever reads or writes a released buffer (a weight kept from a hook, a backward that was told not
-to gather what it needs) must hear of it. A resized storage has no memory, where torch raises or
-faults depending on the operation, and a range of addresses would quietly show zeros or what it held
-before. So both are closed as well: torch then raises whenever it is asked for their memory.
+Code that reads or writes a released buffer (through a weight kept from a hook, or in a backward
+that was told not to gather what it needs) must get an error. On a resized storage, which has no
+memory, torch raises or faults depending on the operation; a range of addresses would quietly show
+zeros or what it held before. So both are closed: torch then raises when asked for their memory.
 
 Writes into a buffer go through its own base tensor. Parameters are built with ``set_`` and so have
 a version counter of their own: refilling never trips autograd's check on saved tensors.
@@ -110,7 +110,7 @@ class MappedBuffer:
             self._acquired = True
 
     def release(self) -> None:
-        """Leave the pages to whoever needs some next."""
+        """Leave the pages to the next buffer that needs some."""
         if self._acquired:
             self._gate.close()
             self._pool.offer(self._range)
@@ -118,7 +118,7 @@ class MappedBuffer:
 
 
 class FixedBuffer:
-    """A buffer that is always there: memory somebody else owns, such as a shard at world size 1."""
+    """A buffer that is always there: memory of another owner, such as a shard at world size 1."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Wrap ``tensor`` (1-D)."""
@@ -156,10 +156,10 @@ def new_buffer(
 
 
 class Recycled:
-    """Memory handed out again when nobody holds what was handed out last.
+    """Memory handed out again when no tensor of the last time is held any more.
 
     Sharded gradients live from one backward to ``zero_grad``; taken afresh in every step they cost
-    more in page faults than in arithmetic. Whoever keeps a gradient longer keeps its memory: then
+    more in page faults than in arithmetic. A gradient that is kept longer keeps its memory: then
     new memory is taken instead. Large memory is made of pages that backward has freed, and gives
     them back to the next forward.
 
@@ -204,7 +204,7 @@ class Recycled:
         return buffer.tensor
 
     def rest(self) -> None:
-        """Let others have the pages meanwhile, if nobody holds what was handed out."""
+        """Let others have the pages meanwhile, if nothing that was handed out is held."""
         memory, mapped = self._memory, self._mapped
         if mapped is None or memory is None or self._is_resting or not self._is_free(memory):
             return
@@ -225,7 +225,7 @@ class Recycled:
             self.drop()
 
     def drop(self) -> None:
-        """Give the memory up; whoever holds it keeps it."""
+        """Give the memory up; tensors that are held keep it alive."""
         if self._mapped is not None:
             self.rest()
         self._memory = self._mapped = None

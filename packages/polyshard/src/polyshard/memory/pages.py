@@ -9,13 +9,13 @@ the pages wander: a released range *offers* its pages, and the next range to be 
 or the very same range finds its pages still in place and pays nothing.
 
 ``MREMAP_DONTUNMAP`` leaves the emptied range mapped, so that no other allocation can land there:
-memory of somebody else is never seen through a released buffer (which its gate keeps closed).
+a released buffer (which its gate keeps closed) never shows memory of another owner.
 
 [Note: pages between steps]
 What one step needed the next one needs again, and pages given back are faulted in anew. So a pool
 keeps its pages, but lends them: after a step, and after a forward without grad mode, the kernel may
-take what nobody uses whenever memory is short (``MADV_FREE``). Until it does so, using them again
-costs nothing.
+take unused ones whenever memory is short (``MADV_FREE``). Until it does so, using them again costs
+nothing.
 
 Source: mremap(2), flags MREMAP_MAYMOVE, MREMAP_FIXED (2.3.31), MREMAP_DONTUNMAP (5.7); madvise(2),
 MADV_DONTNEED, MADV_FREE (4.5).
@@ -76,7 +76,7 @@ class PageRange:
         weakref.finalize(self, _libc().munmap, raw, length).atexit = False
 
     def lend(self) -> None:
-        """Let the kernel take the pages, whose contents nobody needs, until they are written."""
+        """Let the kernel take the pages, whose contents are not needed, until they are written."""
         if True in self.filled:
             _libc().madvise(self.start, self.extents * EXTENT_BYTES, _MADV_FREE)
 
@@ -88,16 +88,16 @@ class PageRange:
 
 
 class Borrower(Protocol):
-    """Has pages that others may use while nobody holds what it made of them."""
+    """Has pages that others may use while no tensor in them is held."""
 
     def rest(self) -> None:
-        """Give the pages back if nobody needs their contents."""
+        """Give the pages back if their contents are not needed."""
         ...
 
 
 @dataclass(eq=False)
 class PagePool:
-    """Extents nobody uses now, by the range they last belonged to.
+    """Extents that are not in use, by the range they last belonged to.
 
     One pool serves all groups that run one after another. It holds ranges weakly by their own
     offers: a dropped range takes its unused pages with it.
@@ -105,10 +105,10 @@ class PagePool:
 
     _offers: list[weakref.ref[PageRange]] = field(default_factory=list)
     borrowers: weakref.WeakSet[Borrower] = field(default_factory=weakref.WeakSet)
-    """Who else has pages of it, to be given back before a forward."""
+    """Other holders of its pages, which give them back before a forward."""
 
     def recall(self) -> None:
-        """A forward begins: have borrowers give back what nobody holds."""
+        """A forward begins: have borrowers give back what is not held."""
         for borrower in tuple(self.borrowers):
             borrower.rest()
 
@@ -117,7 +117,7 @@ class PagePool:
         self._offers.append(weakref.ref(released))
 
     def lend(self) -> None:
-        """Let the kernel take what nobody uses. See [Note: pages between steps]."""
+        """Let the kernel take unused pages. See [Note: pages between steps]."""
         for offer in self._offers:
             donor = offer()
             if donor is not None:

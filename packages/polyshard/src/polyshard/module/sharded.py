@@ -84,7 +84,7 @@ class FSDPModule(ScheduleSettings, CommunicationSettings):
         """
         unit = own_unit(self)
         if unit.is_root is None and unit.is_sharded():
-            compare_early(unit)  # nobody has compared plans yet
+            compare_early(unit)  # no forward has compared plans yet
         unit.unshard()
         handle = UnshardHandle(unit)
         if async_op:
@@ -184,7 +184,7 @@ FSDPModule._orig_cls_mro_index = len(FSDPModule.__mro__)  # before ``object`` th
 
 
 def refuse_deepcopy(*args: object, **kwargs: object) -> NoReturn:
-    """Stands in for ``__deepcopy__`` of sharded classes."""
+    """Replaces ``__deepcopy__`` of sharded classes."""
     del args, kwargs
     raise DeepcopyError(
         "a sharded module cannot be deep-copied: its parameters rest in shared buffers. Build "

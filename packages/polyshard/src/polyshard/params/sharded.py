@@ -3,12 +3,12 @@
 [Note: changing hands]
 ``to_empty``, ``.to(dtype)``, ``swap_tensors`` and ``load_state_dict(assign=True)`` leave each
 parameter with memory of its own, or put a new object in its place. Their values move into a shard
-buffer at once, because later somebody may hold what they are then: a state dict taken after the
-change has to follow the model. For the same reason memory that somebody else holds is never moved
-away from a parameter that did not change, and never written over with the values of one that did:
+buffer at once, because other code may hold what they are later: a state dict taken after the change
+has to follow the model. For the same reason memory that other code holds is never moved away from
+a parameter that did not change, and never written over with the values of one that did:
 
-* Slots that nobody else looks into are written to again, and everything else stays where it is.
-* Else a new buffer is taken. A parameter that did not change moves there, unless somebody holds
+* Slots that no other tensor shares are written to again, and everything else stays where it is.
+* Else a new buffer is taken. A parameter that did not change moves there, unless other code holds
   it: such a *stray* keeps its place, and is copied into the buffer before each gather.
 
 Parameters of different dtypes wait until the others are converted too, or the next forward refuses
@@ -207,7 +207,7 @@ class Shards:
             self.storage.prefetch()
 
     def forget_prefetched(self) -> None:
-        """Have the storage drop what it brought near and nobody gathered."""
+        """Have the storage drop what it brought near and no gather used."""
         if self._prefetched is not None:
             self.release()
 
@@ -321,7 +321,7 @@ class Shards:
         return self.speaking != before
 
     def _adopt_registered(self) -> bool:
-        """Take over parameters that modules hold in place of ours; whether there were any."""
+        """Take over parameters that modules hold instead of ours; whether there were any."""
         registered = [self._registered(p) for p in self.parameters]
         changed = False
         for parameter, found in zip(self.parameters, registered, strict=True):
@@ -457,7 +457,7 @@ class Shards:
         return not overrides(self.storage.hold, ShardStorage.hold)
 
     def _new_strays(self, moved: Sequence[int]) -> set[int]:
-        """Parameters that did not change and that somebody holds."""
+        """Parameters that did not change and that other code holds."""
         if not self._may_stray:
             return set()
         stayed = set(range(len(self.parameters))) - set(moved)

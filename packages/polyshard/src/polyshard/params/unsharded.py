@@ -76,7 +76,7 @@ class Unsharded:
         )
 
     def follow(self) -> None:
-        """Go on with the shards as they are now."""
+        """Use the shards as they are now."""
         if isinstance(self.buffer, FixedBuffer):
             self.buffer = FixedBuffer(self._shards.buffer)
             for index, leaf in enumerate(self.leaves):

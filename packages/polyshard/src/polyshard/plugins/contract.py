@@ -90,7 +90,7 @@ class Contract:
 
 
 def _words(plugin: str, relation: str, value: Iterable[str]) -> frozenset[str]:
-    # A string is an iterable of strings as well: its letters, which nobody means.
+    # A string is an iterable of strings as well: its letters, which are never meant.
     words = () if isinstance(value, str) else tuple(value)
     if isinstance(value, str) or not all(isinstance(word, str) for word in words):
         raise PluginError(

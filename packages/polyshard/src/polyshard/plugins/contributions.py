@@ -1,4 +1,4 @@
-"""Who does what for a group: roles, claims, what goes around them, and checks of what they give.
+"""Which plugin takes which role of a group: claims, wrappers, and checks of what hooks return.
 
 A new exclusive hook is a specification in :mod:`~polyshard.plugins.hookspecs` and a row here.
 Claims, plans, ``describe()``, errors and the reference are made from the rows; code that uses a
@@ -120,8 +120,8 @@ class Contributions:
     members: tuple[Member, ...]
     """The plugins that were asked, in order."""
     answers: Mapping[GroupHook[Any], Answers]
-    """What takes each role, in the order of the table: wrappers first, the outermost before the
-    others, and what they go around last. Then what answers the hooks that all may answer."""
+    """The parts that take each role, in the order of the table: wrappers first, the outermost
+    before the others, and what they wrap last. Then the answers to hooks that all may answer."""
     states: tuple[tuple[str, Stateful], ...] = ()
     """What checkpoints hold of each plugin, by its name."""
 

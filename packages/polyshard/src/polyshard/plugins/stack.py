@@ -29,7 +29,7 @@ TEARDOWN = "polyshard_teardown"
 
 
 class Teardown:
-    """What plugins undo of a group: when they are told to, or when nobody holds the group any more.
+    """What plugins undo of a group: when they are told to, or when the group is held no more.
 
     An object that the group owns instead of a finalizer: those are held by the interpreter with
     all they need, so that a plugin which knows its model would keep that alive.
@@ -121,7 +121,7 @@ class PluginStack:
         return tuple(answer for _, answer in answers)
 
     def contributions(self, group: GroupInfo) -> Contributions:
-        """Who does what for ``group``."""
+        """Which part takes each role of ``group``."""
         return contributions_of(partial(self.ask, group=group), group, self._members)
 
     def teardown(self, group: GroupInfo) -> Teardown:

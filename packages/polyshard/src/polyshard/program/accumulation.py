@@ -76,7 +76,7 @@ class Accumulation:
     """What waits in a group. See [Note: gradients that wait]."""
 
     unsharded: dict[int, Tensor] = field(default_factory=dict)
-    """By parameter index, in the dtype it adds up in, in memory nobody else knows of."""
+    """By parameter index, in the dtype it adds up in, in memory that no other code holds."""
     partial: Sums = field(default_factory=Sums)
     held: Sums = field(default_factory=Sums)
     owned: dict[int, Tensor | None] = field(default_factory=dict)

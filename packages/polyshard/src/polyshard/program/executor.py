@@ -96,7 +96,7 @@ def _run_from_home(frame: LaneFrame, stop: int) -> None:
     """As :func:`run`, on lanes.
 
     The compute lane of a run is its home, so that memory comes from and goes to one stream: a part
-    that is run while another stream is current begins behind that one, which goes on behind it.
+    that is run while another stream is current begins behind that one, which continues behind it.
     """
     streams = frame.streams
     current = streams.current()

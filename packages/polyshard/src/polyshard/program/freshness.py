@@ -12,7 +12,7 @@ look at the values, and in none (``unshard()`` called by hand) after a look ever
 
 In a plain training loop nothing outlives its turn but a codec's kept payload, so nothing else is
 ever looked at. Looking costs about what reading the shard does: unsharded parameters hold this
-rank's chunk themselves and are compared with it bit by bit; of a payload's shard a CRC-32 is kept,
+rank's chunk themselves and are compared with it bitwise; of a payload's shard a CRC-32 is kept,
 which sees any change of up to 32 neighbouring bits and of others all but one in 2^32, whatever
 moved where. Version counters are read as well where that is free of charge, so that a write within
 a turn that does count is not missed by what one rank decides for itself.
@@ -99,7 +99,7 @@ def imprint(values: Tensor) -> int | None:
 
 @torch.no_grad()
 def differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Whether any copy (the first of a pair) is not, bit by bit, what its original casts to.
+    """Whether any copy (the first of a pair) is not bitwise what its original casts to.
 
     A 0-dim bool on their device: nothing waits for an accelerator here.
     """

@@ -3,10 +3,10 @@
 [Note: owners]
 All chunks of such a gradient go to its owner on the shard axis, where they are added in rank order;
 sums of replicas then go to one of them. What landed is the owner's ``.grad``, and that of every
-other rank is empty: a ``DTensor`` whose rows all lie with one rank (see [Note: whole rows]). Nobody
-pays for rows nobody asks for; the update returns by rows when whoever steps sends it.
+other rank is empty: a ``DTensor`` whose rows all lie with one rank (see [Note: whole rows]). Rows
+that are not asked for cost nothing; the update returns by rows when the optimizer sends it.
 
-Ranks hear of each other's gradients before anything is sent, so that there is nothing to take back.
+Ranks learn of each other's gradients before they send any, so that there is nothing to take back.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Landing:
         return owned
 
     def tell(self, placed: Iterable[Owned], *, is_last: bool) -> None:
-        """Have the plugin hear of what was put in place, unless more follows."""
+        """Tell the plugin what was put in place, unless more follows."""
         for owned in placed if is_last else ():
             self._tells(owned)
 

@@ -1,4 +1,4 @@
-"""What a group has moved, and whoever watches it: one call per event of the life cycle."""
+"""What a group has moved, and its observers: one call per event of the life cycle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Meter:
     """Counts a group's traffic and tells its observers; a loop over an empty tuple without any."""
 
     def __init__(self, group: GroupIdentity, observers: tuple[Observer, ...]) -> None:
-        """``observers`` in plugin order, which hear of the group by its name."""
+        """``observers`` in plugin order, which are told the group's name."""
         self._group = group
         self.observers = observers
         self.step_observers = tuple(filter(_watches_steps, observers))
@@ -46,7 +46,7 @@ class Meter:
         tell(self.observers, event, self._group.text, *given)
 
     def fetching(self, shards: Shards) -> Callable[[], None]:
-        """What fetches the shard, and tells of it where somebody asks and it rests elsewhere."""
+        """Fetches the shard; tells observers, if there are any and it rests elsewhere."""
         if not (self.step_observers and overrides(shards.storage.fetch, DeviceStorage.fetch)):
             return shards.fetch
 

@@ -182,7 +182,7 @@ class Op:
     """Whether an operation of another lane waits for the end of this one."""
 
     def planned(self, present: frozenset[int]) -> OpPlan:
-        """What is said of it, for the parameters whose gradients are present."""
+        """Its entry in the plan, for the parameters whose gradients are present."""
         reads, writes = (tuple(m.value for m in ms) for ms in (self.reads, self.writes))
         traffic = NO_TRAFFIC if self.traffic is None else self.traffic(present)
         memory = (0, 0) if self.memory is None else self.memory(present)
@@ -222,7 +222,7 @@ class Program:
         return _traffic(self.ops, present)
 
     def planned(self, present: frozenset[int] = frozenset()) -> ProgramPlan:
-        """What is said of it, for the parameters whose gradients are present."""
+        """Its entry in the plan, for the parameters whose gradients are present."""
         return ProgramPlan(self.name, tuple(op.planned(present) for op in self.ops), self.cut)
 
 

@@ -143,7 +143,7 @@ class Packing:
     def pieces(
         self, sources: Mapping[int, Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor | None], Buffer | None]:
-        """What goes on the wire: direct gradients as they are, staged ones packed in a buffer."""
+        """What is sent: direct gradients as they are, staged ones packed in a buffer."""
         layout = self._layout
         pieces: list[Tensor | None] = []
         for index in layout.direct:
@@ -186,7 +186,7 @@ class Packing:
         return pieces
 
     def _pack(self, staged: Mapping[int, Tensor], packed: Tensor) -> None:
-        """Copy gradients into ``packed`` (``[W, reduced_numel]``); what nobody fills is zero."""
+        """Copy gradients into ``packed`` (``[W, reduced_numel]``); the rest is zero."""
         layout = self._layout
         is_whole = len(staged) == len(layout.reduced)
         if is_whole and self._only_rows:

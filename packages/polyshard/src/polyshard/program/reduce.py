@@ -193,7 +193,7 @@ class Reducer:
         return self._codec
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
-        """Go on with another codec; nothing is in flight, and programs are made anew."""
+        """Use another codec from now on; nothing is in flight, and programs are made anew."""
         self._codec = self._coder = codec
         self._sums = self._route
         tree = self._route.in_tree() if codec is not None and codec.sums_in_tree else None
@@ -262,7 +262,7 @@ class Reducer:
             self._sum_shards(averaging, key, settings, parts)
         if self._sum_replicas(key, parts):
             self._place(averaging, key, settings, parts)
-        # What a storage moves off the device should leave while the computation goes on.
+        # What a storage moves off the device should leave while the computation continues.
         frees = self._follows(key) and self._landing is None and not self._is_moved
         return compiled("reduce", parts.issue, parts.complete, present, early=int(frees))
 

@@ -1,4 +1,4 @@
-"""A user's own communication objects, as FSDP2's setters take them, in place of a transport's.
+"""A user's own communication objects, as FSDP2's setters take them, instead of a transport's.
 
 ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` take objects that allocate flat tensors
 and are called with one to send and one to receive (``torch.distributed.fsdp``, torch 2.9 to 2.13).

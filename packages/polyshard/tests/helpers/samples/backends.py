@@ -85,7 +85,7 @@ class Inheriting(Wrapping):
 
 
 class _Outer(CollectivesBackend):
-    """Goes around whatever moves bytes."""
+    """Wraps whatever moves bytes."""
 
     name = "sample"
 
@@ -109,7 +109,7 @@ class GoingAround(Plugin):
 
 
 class StayingOut(GoingAround):
-    """Goes around nothing that it is given."""
+    """Wraps nothing that it is given."""
 
     @hookimpl
     def polyshard_collectives_backend(self, group: GroupInfo) -> polyshard.Around[Any]:
@@ -213,7 +213,7 @@ TRAIN = "test_two_ranks_train_like_without"
 
 
 class FirstOnly(GoingAround):
-    """Goes around on one rank."""
+    """Wraps on one rank."""
 
     @hookimpl
     def polyshard_collectives_backend(self, group: GroupInfo) -> polyshard.Around[Any]:

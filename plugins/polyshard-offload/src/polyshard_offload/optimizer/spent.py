@@ -23,8 +23,8 @@ MESSAGE = (
 class SpentGradient(Tensor):
     """Stands at ``.grad``, with the shape and dtype of a gradient and no memory.
 
-    Whoever computes with it meets an error: an absent gradient would be skipped in silence by
-    clipping, and by a scaler that looks for infinities.
+    Code that computes with it meets an error: clipping, and a scaler that looks for infinities,
+    would skip an absent gradient in silence.
     """
 
     @staticmethod

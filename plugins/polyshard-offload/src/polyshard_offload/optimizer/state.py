@@ -94,7 +94,7 @@ class OptimizerState:
         """Whether ``parameter`` is where the tier takes state from and brings it to.
 
         With parameters off the device that is the host, and what the user has left on an
-        accelerator is stepped there, with its state. On the meta device nobody knows yet.
+        accelerator is stepped there, with its state. On the meta device it is not known yet.
         """
         is_host = local_of(parameter).device.type in ("cpu", "meta")
         return is_host or self._settings.params == "device"

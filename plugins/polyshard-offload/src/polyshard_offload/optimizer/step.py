@@ -3,8 +3,8 @@
 [Note: lent chunks]
 The parameters of a chunk are lent to the optimizer's stepper with the state that the pipeline has
 just read; :class:`polyshard.plugins.seams.Stepper` has its twins step them, as runs if the
-optimizer is elementwise and else whole. The arithmetic is the optimizer's own, so results are the
-same to the last bit for every optimizer that treats parameters one by one, whatever its state looks
+optimizer is elementwise and else whole. The arithmetic is the optimizer's own, so results are
+bitwise the same for every optimizer that treats parameters one by one, whatever its state looks
 like. What can be stepped where it is, is no part of any chunk: those are runs as without offload.
 """
 
@@ -63,7 +63,7 @@ class StateOffload:
         self.state.adopt_loaded()
 
     def undo(self) -> None:
-        """Let go of a step that failed: whoever calls this puts back what it changed."""
+        """Let go of a step that failed: the caller puts back what it changed."""
         self._abandon()
         self._failure = None
 
@@ -104,7 +104,7 @@ class StateOffload:
         return found
 
     def check_whole(self) -> None:
-        """Refuse to go on after a step that failed.
+        """Refuse to continue after a step that failed.
 
         Raises:
             OffloadError: from what happened.
@@ -135,7 +135,7 @@ class StateOffload:
         self._open_shards.abandon({s.storage for s in self.state.slots if s.storage is not None})
 
     def adopt_edits(self) -> None:
-        """Go on with what the user has made of state and groups. See [Note: edits] of ``state``."""
+        """Take over what the user changed in state and groups. See [Note: edits] of ``state``."""
         self.state.refresh()
         self.state.adopt_edits()
 

@@ -311,7 +311,7 @@ def _versions(value: object) -> tuple[int, int] | None:
 
 
 def _leads_to(traces: Traces, state: Mapping[str, Any]) -> bool:
-    """Whether nobody has put anything into ``state`` since, or written to its tensors."""
+    """Whether nothing was put into ``state`` since, or written to its tensors."""
     return traces.keys() == state.keys() and all(
         state[name] is value and _versions(value) == versions
         for name, (value, versions) in traces.items()

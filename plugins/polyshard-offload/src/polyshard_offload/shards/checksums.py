@@ -1,7 +1,7 @@
 """Checksums of parameters that rest on disk, as the last step or the last reader left them.
 
-After somebody wrote to the parameters, :class:`.private_window.PrivateWindow` says which still
-count: see [Note: who may write] there.
+After the user wrote to parameters, :class:`.private_window.PrivateWindow` says which checksums
+still count: see [Note: who may write] there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ParameterChecksums:
         self._known[start] = checksum(values)
 
     def forget(self, first: int, last: int) -> None:
-        """Somebody wrote to elements from ``first`` up to ``last`` (which is not one of them)."""
+        """The user wrote to elements from ``first`` up to ``last`` (which is not one of them)."""
         for start, numel in self._held:
             if start < last and first < start + numel:
                 self._known.pop(start, None)

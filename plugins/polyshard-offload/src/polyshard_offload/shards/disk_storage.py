@@ -61,7 +61,7 @@ class DiskStorage(TierStorage):
 
     def _keep(self, shard: Tensor) -> Tensor:
         self._fresh = shard if self._file.verifies else None
-        # Gives its place back, unless somebody holds a window on it.
+        # Gives its place back, unless a window on it is held.
         self._shard, self._window = torch.empty(0, device="cpu"), None
         nbytes = shard.nbytes
         free = self._free.setdefault(nbytes, [])
@@ -111,10 +111,10 @@ class DiskStorage(TierStorage):
         return self._staging_state.ahead.submit(read)
 
     def _put_back(self) -> None:
-        """Have the file hold what people wrote to the window. See [Note: who may write]."""
+        """Have the file hold what the user wrote to the window. See [Note: who may write]."""
         if self._window is None:
             if self._file.verifies:
-                self._checksums.forget(0, self._shard.numel())  # nobody knows what was written
+                self._checksums.forget(0, self._shard.numel())  # what was written is not known
             return
         size = self._shard.itemsize
         for start, stop in self._window.written():
@@ -147,7 +147,7 @@ class DiskStorage(TierStorage):
 
     @override
     def release(self) -> None:
-        # A read that nobody waited for must end before its memory goes.
+        # A read that was not waited for must end before its memory goes.
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.exception()

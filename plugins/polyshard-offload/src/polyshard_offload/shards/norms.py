@@ -28,7 +28,7 @@ class GradientNorms:
 
     def __init__(self) -> None:
         # Parameters are held for good: weak references would keep torch from swapping their content
-        # in ``module.to()``, and whoever holds their shard holds them anyway.
+        # in ``module.to()``, and the owner of their shard holds them anyway.
         self._places: dict[int, tuple[Tensor, int, int]] = {}
         self._norms: dict[int, Tensor] = {}
         self._samples: dict[int, Tensor] = {}

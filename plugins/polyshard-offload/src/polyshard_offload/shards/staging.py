@@ -100,7 +100,7 @@ class Staging:
         return self.tensor
 
     def in_use(self) -> None:
-        """Hold memory of the current stream until :meth:`release`, whoever asks for views."""
+        """Hold memory of the current stream until :meth:`release`, for all views."""
         if self._state.idle is self:  # made for views, by another stream
             self._state.idle = None
             self.release()

@@ -70,7 +70,7 @@ class PosixBlocks(Blocks):
                 raise
 
     def _fall_back(self, error: OSError) -> None:
-        """Go on through the page cache; some file systems refuse only when it comes to moving.
+        """Use the page cache from now on; some file systems refuse only when bytes are moved.
 
         Raises:
             OSError: ``error``, when that was not the reason or is not allowed.
@@ -108,7 +108,7 @@ class PosixBlocks(Blocks):
                 raise OSError(errno.EIO, f"end of file at byte {offset + done}")
             done += moved
             if self.direct and done < len(memory):
-                done -= done % PAGE_BYTES  # direct I/O goes on at whole pages only
+                done -= done % PAGE_BYTES  # direct I/O continues at whole pages only
 
 
 class KvikioBlocks(Blocks):

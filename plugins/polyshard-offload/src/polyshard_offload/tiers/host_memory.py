@@ -1,10 +1,10 @@
-"""Host memory: page-aligned slabs, and tensors that tell when nobody looks at them any more.
+"""Host memory: page-aligned slabs, and tensors that tell when they are held no more.
 
 [Note: leases]
 Memory is handed out as a *lease*: a tensor over a part of a slab. Its storage keeps a small buffer
 object alive, and that object ends exactly when the last view of the tensor does. A finalizer on it
-returns the memory, so a region is never used again while somebody (a gradient the user kept, say)
-still reads it.
+returns the memory, so a region is never used again while a tensor (a gradient the user kept, say)
+still uses it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Slab:
 
     @classmethod
     def of_map(cls, mapped: FileMap) -> Slab:
-        """Memory that is mapped already; it stays so as long as somebody looks at it."""
+        """Memory that is mapped already; it stays so as long as a tensor uses it."""
         return cls(mapped.address, mapped.nbytes, mapped)
 
     def lease(self, start: int, nbytes: int, on_return: Callable[[], None] | None = None) -> Tensor:

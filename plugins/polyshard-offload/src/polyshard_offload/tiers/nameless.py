@@ -1,12 +1,12 @@
-"""Files below a directory that everybody may write to, which nobody else can reach.
+"""Files below a directory that every user may write to, which no other user can reach.
 
 [Note: shared places]
 The default directory for swap files is shared: others may put links and directories of any name
 there, at any moment. So a file is made without a name where the file system can do that
-(``O_TMPFILE``); elsewhere in a fresh directory of our own under a name nobody can guess, which is
-opened without following links, found to be ours and closed to others, and only then used, through
-its descriptor. What a kill left behind is removed by the same rules: a directory of this user that
-nobody else may write to, and in it only what swap files leave.
+(``O_TMPFILE``); elsewhere in a fresh directory of our own under a name that cannot be guessed. It
+is opened without following links, found to be ours and closed to others, and only then used,
+through its descriptor. What a kill left behind is removed by the same rules: a directory of this
+user that no other may write to, and in it only what swap files leave.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def open_nameless(path: Path) -> int:
     """A descriptor of a new file below ``path`` that has no name (mode 0600).
 
     Raises:
-        OSError: when there can be none, or somebody interferes.
+        OSError: when there can be none, or another user interferes.
     """
     remove_abandoned(path)
     parent = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -63,7 +63,7 @@ def _open_in_folder(parent: int) -> int:
 
 @contextmanager
 def _own_folder(name: str, parent: int) -> Iterator[int]:
-    """A descriptor of a directory of this user that nobody else may write to.
+    """A descriptor of a directory of this user that no other may write to.
 
     Raises:
         OSError: when ``name`` is anything else.

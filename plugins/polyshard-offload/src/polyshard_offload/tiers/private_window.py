@@ -1,10 +1,10 @@
-"""Windows on parameters that tell which of their pages somebody wrote to.
+"""Windows on parameters that tell which of their pages were written to.
 
 [Note: who may write]
-People write to parameters between steps: they load state dicts, average weights, clip, or step with
+Users write to parameters between steps: they load state dicts, average weights, clip, or step with
 an optimizer that was not wrapped. Version counters miss much of it (foreach and fused optimizers,
 ``torch._foreach_*``, ``.data``), but the kernel does not: where checksums are on, the window is a
-*private* mapping of the file. What nobody wrote to is the file itself; a page that is written to
+*private* mapping of the file. An unwritten page is the file's own; a page that is written to
 becomes one of the process's own, which ``/proc/self/pagemap`` shows for as long as it is mapped,
 swapped out or not. Before a shard is read such pages are put into the file and given up. Their
 parameters' checksums count no longer, since what a user writes is right by definition; any other
@@ -28,7 +28,7 @@ from polyshard_offload.tiers.host_memory import Slab, pages
 
 _PAGE = mmap.PAGESIZE
 _NO_RESERVE = 0x4000
-"""MAP_NORESERVE: only pages somebody writes to take memory."""
+"""MAP_NORESERVE: only pages that are written to take memory."""
 
 _NOT_WRITTEN = torch.zeros(1, dtype=torch.int8, device="cpu")
 
@@ -49,7 +49,7 @@ class PrivateWindow:
         nbytes: int,
         on_return: Callable[[], None] | None = None,
     ) -> PrivateWindow:
-        """On a part of a file that begins with a page; ``on_return`` when nobody looks any more."""
+        """On a part of a file that begins with a page; ``on_return`` when it is held no more."""
         size = pages(nbytes)
         mapped = FileMap(descriptor, offset, size, mmap.MAP_PRIVATE | _NO_RESERVE)
         return cls(Slab.of_map(mapped).lease(0, size, on_return), mapped)

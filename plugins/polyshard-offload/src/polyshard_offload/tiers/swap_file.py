@@ -1,7 +1,7 @@
 """One file of a rank's disk tier: grows in pages, read and written in blocks by a few threads.
 
 [Note: swap files]
-A swap file is no checkpoint: nobody reads it after the process has ended. It never has a name
+A swap file is no checkpoint: it is not read after the process has ended. It never has a name
 (see [Note: shared places] of ``nameless`` for file systems without such files), and so is freed by
 the kernel when the process ends, however it ends.
 

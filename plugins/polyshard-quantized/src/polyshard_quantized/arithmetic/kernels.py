@@ -1,4 +1,4 @@
-"""Encoding and decoding as one kernel each, in Triton; bit for bit what :mod:`.codec` computes.
+"""Encoding and decoding as one kernel each, in Triton; bitwise what :mod:`.codec` computes.
 
 Imported on first use on CUDA only, and where Triton is installed (torch brings it there). A program
 works on a few whole blocks. Everything is IEEE ``float32`` and integer arithmetic, so no device may

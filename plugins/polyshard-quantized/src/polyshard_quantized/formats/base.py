@@ -7,7 +7,7 @@ is cut into shards changes nothing.
 [Note: exact scales]
 A scale keeps 17 significant bits, so the product with a code of at most 7 bits is exact in
 ``float32``: decoding rounds nothing, sums of decoded values depend on their order alone, and
-encoding what was decoded gives the same codes and scales to the last bit.
+encoding what was decoded gives bitwise the same codes and scales.
 
 [Note: not finite]
 A block with an infinite value or a NaN gets a scale that is not finite, and every code times such a

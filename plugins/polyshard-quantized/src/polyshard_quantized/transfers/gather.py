@@ -108,7 +108,7 @@ class BoundGather(BoundGatherCodec):
 
 
 class QuantizedGather(GatherCodec):
-    """The gather codec of one group; what it decided stands in :attr:`report`."""
+    """The gather codec of one group; what it decided is in :attr:`report`."""
 
     name = "quantized"
 

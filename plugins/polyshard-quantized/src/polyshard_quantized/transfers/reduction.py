@@ -2,7 +2,7 @@
 
 A gradient is quantized once on each hop. The first hop runs over the shard axis; on a mesh with
 replicas the sums are quantized again and every replica sends its own to all others, so that each
-adds the same terms in the same order and replicas stay equal to the last bit.
+adds the same terms in the same order and replicas stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class BoundReduce(BoundReduceCodec):
         self._present = present
 
     def _compensation_of(self, index: int) -> _Compensation | None:
-        """Errors of a parameter without a gradient stay: nobody would keep what they add."""
+        """Errors of a parameter without a gradient stay: what they would add is not kept."""
         if self._present is not None and index not in self._present:
             return None
         return self._compensation
@@ -263,7 +263,7 @@ def replicas_of(group: GroupInfo) -> int:
 
 
 class QuantizedReduce(ReduceCodec):
-    """The reduce codec of one group; what it decided stands in :attr:`report`."""
+    """The reduce codec of one group; what it decided is in :attr:`report`."""
 
     name = "quantized"
 

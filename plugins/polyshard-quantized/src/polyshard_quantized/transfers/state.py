@@ -51,7 +51,7 @@ class ReductionState:
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` left off.
+        """Continue where :meth:`state_dict` left off.
 
         Raises:
             SettingError: when the state is of another world size or another set of parameters.

@@ -1,1 +1,1 @@
-"""Who trains it: polyshard with any stack, torch's engines, one process."""
+"""The engines that train it: polyshard with any stack, torch's, one process."""

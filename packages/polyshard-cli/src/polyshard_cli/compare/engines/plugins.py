@@ -21,7 +21,7 @@ from polyshard_cli.plan.request.plugins import NATIVE, is_plugin, offloading, qu
 __all__ = ["Stack", "make_stack"]
 
 FORMATS = ("int8", "int4", "fp8")
-"""How names of formats begin; to say what to install where nobody knows them."""
+"""How names of formats begin; to say what to install where no installed plugin has them."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,6 @@ class Job:
     model: nn.Module
     batch: Batch
     loss: Loss
-    # A plain default would be a method of the class, to whoever looks at it.
+    # A plain default would be taken for a method of the class.
     optimizer: Callable[[nn.Module], Optimizer] = field(default_factory=lambda: adamw)
     units: tuple[str, ...] = ()

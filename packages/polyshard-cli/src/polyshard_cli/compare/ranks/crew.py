@@ -28,7 +28,7 @@ PRELOADED = [*MODULES, "polyshard_cli.compare.training.session"]
 
 
 class EngineError(Exception):
-    """An engine cannot go on; its ranks have been ended."""
+    """An engine cannot continue; its ranks have been ended."""
 
     def __init__(self, failure: Failure) -> None:
         """Of the rank that failed first."""

@@ -13,7 +13,7 @@ from polyshard_cli.compare.settings import Settings
 __all__ = ["Failure", "Start", "first_of", "one_line"]
 
 LONGEST = 300
-"""Characters of a failure that stands in a table."""
+"""Characters of a failure in a table."""
 PEER_SIGNS = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
 
@@ -32,7 +32,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an engine cannot go on.
+    """Why an engine cannot continue.
 
     Attributes:
         rank: whose failure it is.

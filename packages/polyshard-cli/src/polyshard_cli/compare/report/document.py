@@ -71,7 +71,7 @@ class Losses:
     Attributes:
         steps: the means.
         largest_difference: to the reference, of the means.
-        bitwise: whether the losses of every batch are the reference's, bit by bit.
+        bitwise: whether the losses of every batch are bitwise the reference's.
     """
 
     steps: tuple[float, ...]

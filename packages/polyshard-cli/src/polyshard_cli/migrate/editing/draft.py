@@ -1,4 +1,4 @@
-"""Everything that is to be done to one file, and what is said about it."""
+"""Everything that is to be done to one file, and the findings about it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Draft:
         consumed: nodes that are gone or replaced, and every name in them.
         moved: imported names that polyshard has under the same name.
         wanted: names of polyshard to import beside an import statement.
-        findings: what is said.
+        findings: what the report says of it.
     """
 
     view: FileView

@@ -1,4 +1,4 @@
-"""What is said about one line of a script."""
+"""What the report says about one line of a script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kind(StrEnum):
 
     @property
     def is_left(self) -> bool:
-        """Whether somebody has to do something."""
+        """Whether the user has to do something."""
         return self in {Kind.HAND, Kind.REFUSED}
 
 

@@ -1,4 +1,4 @@
-"""Imports at the end: names that moved, names that nobody uses any more, names that are new."""
+"""Imports at the end: names that moved, names that are not used any more, names that are new."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: 
 
 
 def _start_group(draft: Draft, site: Site) -> None:
-    """``deepspeed.initialize`` starts the process group if nobody did: say who does now."""
+    """``deepspeed.initialize`` starts the process group if there is none: say what does now."""
     starts = [u for u in draft.view.uses if u.known and u.known.term is _INIT_DISTRIBUTED]
     for use in starts:
         call = draft.view.parent(use.node)

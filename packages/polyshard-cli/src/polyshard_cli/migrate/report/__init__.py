@@ -1,1 +1,1 @@
-"""What is said of it: a document, as JSON or for people."""
+"""The report: a document, as JSON or for people."""

@@ -39,7 +39,7 @@ class MigratedFile:
     @property
     def diff(self) -> str:
         """From before to after, unified; empty if nothing changes."""
-        if not self.is_changed:  # perhaps of an encoding that nobody had to know
+        if not self.is_changed:  # perhaps of an encoding that was never needed
             return ""
         old, new = map(self.lines, (self.before, self.after))
         name = str(self.path).lstrip("/")  # as git shows it
@@ -59,7 +59,7 @@ class Document:
 
     @property
     def left(self) -> int:
-        """How many findings need somebody."""
+        """How many findings the user has to look at."""
         return sum(finding.kind.is_left for file in self.files for finding in file.findings)
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""The document for people: the diff, then what is said, line by line."""
+"""The document for people: the diff, then the findings, line by line."""
 
 from __future__ import annotations
 

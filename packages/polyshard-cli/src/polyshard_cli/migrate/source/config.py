@@ -25,7 +25,7 @@ __all__ = ["Configuration", "Setting", "find_configuration", "load_configuration
 class Setting:
     """One key with its value; ``term`` is unknown where no table has it.
 
-    ``line`` is where it stands in the script, 0 if it does not; ``place`` begins a message then.
+    ``line`` is its place in the script, 0 if it has none; ``place`` begins a message then.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def is_auto(self) -> bool:
-        """Whether somebody else fills it in (transformers' ``Trainer`` does)."""
+        """Whether another library fills it in (transformers' ``Trainer`` does)."""
         inner = self.value.values() if isinstance(self.value, Mapping) else (self.value,)
         return "auto" in [each for each in inner if isinstance(each, str)]
 

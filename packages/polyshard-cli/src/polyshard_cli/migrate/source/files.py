@@ -14,7 +14,7 @@ from polyshard_cli.migrate.errors import MigrateError
 
 __all__ = ["gather", "is_concerned", "parse", "read", "write"]
 
-# Folders in which nobody's own scripts lie.
+# Folders that hold no scripts of the user's own.
 _PASSED_OVER = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 _CONCERNS = re.compile(rb"fsdp|fully_shard|FullySharded|DistributedDataParallel|deepspeed", re.I)
 

@@ -25,7 +25,7 @@ class Verdict(Enum):
 
     @property
     def is_left(self) -> bool:
-        """Whether somebody has to do something."""
+        """Whether the user has to do something."""
         return self in {Verdict.HAND, Verdict.REFUSED}
 
 

@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
             self._account, self._base = before, base
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Memory that was there before, which counts for nobody."""
+        """Memory that was there before, which no phase counts."""
         for tensor in tensors:
             self._note(local_of(tensor), counts=False)
 

@@ -147,7 +147,7 @@ def _table(table: Table) -> rich.Table:
             column,
             justify="left" if is_words else "right",
             overflow="fold",
-            no_wrap=not is_words,  # a number that goes on in the next line reads as another
+            no_wrap=not is_words,  # a number that wraps into the next line reads as another
         )
     last = len(table.rows) - 1
     for place, row in enumerate(table.rows):

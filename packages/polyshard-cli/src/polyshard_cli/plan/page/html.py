@@ -152,7 +152,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def render(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """The whole page: ``title`` is its heading and the browser's, ``lead`` stands below it."""
+    """The whole page: ``title`` is its heading and the browser's, ``lead`` is below it."""
     links = "\n".join(f'<li><a href="#{s.name}">{escape(s.title)}</a></li>' for s in sections)
     return f"""<!doctype html>
 <html lang="en">

@@ -13,7 +13,7 @@ from polyshard_cli.plan.page.html import render
 from polyshard_cli.plan.report.document import Document, GroupFacts
 
 NEAR = 0.2
-"""A limit that the peak is this part of, or more, is drawn; a farther one is said."""
+"""A limit that the peak is this part of, or more, is drawn; a farther one is a line of text."""
 PHASES = ("forward", "backward", "optimizer", "plugins")
 READING = (
     ("Bytes", "exact for the engine's own transfers; for sums over replicas and collectives of "

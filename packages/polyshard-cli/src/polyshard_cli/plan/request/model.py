@@ -99,7 +99,7 @@ def model_of(config: Any) -> nn.Module:
 
 
 LONGEST = 4096
-"""Tokens of a sequence where a model would take more and nobody said."""
+"""Tokens of a sequence where a model would take more and the request sets none."""
 
 Inputs = Callable[[int, int], Any]
 """Of (sequences, tokens): what the model is called with, on the meta device."""

@@ -125,7 +125,7 @@ def quantizing(text: str, option: str = "") -> Any:
 def offloading(text: str, option: str = "") -> Any:
     """The plugin that ``text``, such as ``optimizer=disk,params=host``, asks for.
 
-    ``fraction`` and ``path`` may stand in it, too; errors name ``option``.
+    It may have ``fraction`` and ``path``, too; errors name ``option``.
     """
     option = option or f"--offload {text}"
     package = package_of("polyshard_offload", option)

@@ -127,7 +127,7 @@ class Settings:
     )
     """As with ``set_requires_gradient_sync(False)`` before the others."""
     sequence: int = setting(0, SHAPE, "Tokens per sequence. 0: the model's own.")
-    """At most 4096, if nothing is said."""
+    """At most 4096, if it is not set."""
     overrides: Mapping[str, object] = field(default_factory=dict, metadata=OVERRIDES)
     units: tuple[str, ...] = setting(
         (), SHAPE, UNITS, written=Written(LIST, None, lambda given: tuple(given or ()))

@@ -288,7 +288,7 @@ T = TypeVar("T")
 MOST_UNITS = 4000
 """Units that are planned, over all plans, before a search goes by rounds."""
 MOST_MESHES = 3
-"""Meshes with which a search by rounds goes on."""
+"""Meshes with which a search by rounds continues."""
 
 
 @dataclass(frozen=True)

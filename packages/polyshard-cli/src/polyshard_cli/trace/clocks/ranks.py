@@ -55,7 +55,7 @@ class Ranks:
         """What clocks are compared over. All ranks call it."""
         if self.size == 1:
             return Line(self, None)
-        # Its own, for the host's memory: a rank that never comes breaks nobody else's connections.
+        # Its own, for the host's memory: a rank that never comes breaks no other connections.
         group = dist.new_group(
             backend="gloo",
             timeout=timedelta(seconds=PATIENCE_SECONDS),

@@ -21,7 +21,7 @@ class Row:
     """One kind of span of one unit or group, added up over steps and ranks.
 
     Seconds of a transfer are from its start until it was waited for; ``waited_seconds`` is the part
-    of that in which nothing else could go on (``None`` for compute). ``sent_bytes`` left the ranks;
+    of that in which nothing else could run (``None`` for compute). ``sent_bytes`` left the ranks;
     of sums over replicas and of staging it is what was summed or moved.
     """
 

@@ -31,7 +31,7 @@ class Sink:
     """This rank's file, opened when first needed, and what is not written to it yet.
 
     It is over when it was closed or a write failed; nothing more is written then, so that the next
-    step of a loop that goes on is not broken off for the same reason again.
+    step of a loop that continues is not broken off for the same reason again.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], int]) -> None:

@@ -51,12 +51,12 @@ class Spans:
         return bool(self._open.get((kind, name)))
 
     def past(self, kind: Kind, name: str, seconds: float, args: Args) -> None:
-        """Something ends now that took so long, and nobody said when it began."""
+        """Something ends now that took so long, of which no begin was told."""
         now = self._clock()
         self._ended(Span(kind, name, now - int(1e9 * seconds), now, 0, args))
 
     def end_all(self) -> None:
-        """End what is open, inner ones first; nobody will say when it ended."""
+        """End what is open, inner ones first; its end will not be told."""
         found = [(o, *key) for key, waiting in self._open.items() for o in waiting]
         self._open.clear()
         for opened, kind, name in sorted(found, key=lambda f: -f[0].begin_ns):

@@ -204,7 +204,7 @@ class Trace(Plugin, Observer):
     def _move(self, kind: Kind, group: str, payload_bytes: int) -> None:
         if not self._is_on:
             return
-        while self._spans.is_open(kind, group):  # one whose end nobody was told
+        while self._spans.is_open(kind, group):  # one whose end was not told
             self._spans.end(kind, group)
         args = self._facts.args(kind, group, bytes=payload_bytes)
         self._spans.begin(kind, group, args, self._started.pop((kind, group), None))

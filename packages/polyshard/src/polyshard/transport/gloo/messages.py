@@ -41,7 +41,7 @@ class Works:
         self._next = 0
 
     def __del__(self) -> None:
-        """Let messages nobody waits for arrive, as of a model that was dropped: peers count on it.
+        """Let messages arrive that are not awaited (the model was dropped): peers count on it.
 
         gloo forgets messages whose work is gone, and the next of the tag would be taken for them.
         """

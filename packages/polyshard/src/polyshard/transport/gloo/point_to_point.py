@@ -14,7 +14,7 @@ same bits as if they had been cast first. Gradients that this rank does not have
 that a peer which has them does not take others for them, the tag then says which pieces travel.
 
 Every tag also says in which turn (outermost forward) its ranks are: messages of ranks whose control
-flow differs do not meet, so that nobody computes with weights of another step.
+flow differs do not meet, so that no rank computes with weights of another step.
 """
 
 from __future__ import annotations

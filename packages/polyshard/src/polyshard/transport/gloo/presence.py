@@ -59,7 +59,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Difference:
-    """Ranks that cannot be summed: bits by rank, of what was compared and of all that was said."""
+    """Ranks that cannot be summed: bits by rank, of what was compared and of all that was told."""
 
     compared: Mapping[int, Sequence[int]]
     said: Mapping[int, Sequence[int]]
@@ -70,7 +70,7 @@ class Difference:
         return lambda index: bool(row[index // WORD_BITS] >> index % WORD_BITS & 1)
 
     def describe(self, names: Sequence[str]) -> str:
-        """Who has gradients of what, and the remedy."""
+        """Which ranks have gradients of which parameters, and the remedy."""
         return (
             "ranks have gradients of different parameters, and cannot sum them: "
             f"{'; '.join(self._lines(names))}. Use the same parameters on every rank, or call "

@@ -102,7 +102,7 @@ def wire_of(group: dist.ProcessGroup, among: Sequence[int] | None = None) -> Wir
 
     Args:
         group: Of processes that can connect over gloo.
-        among: Global ranks in ascending order. Each of them uses the wire, and nobody else: the
+        among: Global ranks in ascending order. Each of them uses the wire, and no others: the
             first transfer waits until they all have come.
     """
     ranks = tuple(dist.get_process_group_ranks(group) if among is None else among)
