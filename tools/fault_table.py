@@ -198,7 +198,9 @@ class FaultCell:
     def words(self) -> tuple[str, ...]:
         """What the error of the others says, in this order.
 
-        With tensor parallelism, either of the ranks that share a batch is named.
+        With tensor parallelism, either of the ranks that share a batch is named. On a device, a
+        backward may end in another thread than the one that its exception gets to: whether that
+        is quoted depends on which of them lets go of the backward last.
         """
         words = self.fault.words
         if self.in_attempt:
@@ -206,6 +208,8 @@ class FaultCell:
             return words[:-1] if apart else (f"rank {STRUCK}: ", "on purpose")
         if self.fault.peers == "ControlFlowError" and self.layout.tensor > 1:
             words = tuple("is at" if each.endswith("is at") else each for each in words)
+        if self.device != "cpu" and self.fault.id == "backward":
+            words = tuple(each for each in words if not each.endswith("on purpose"))
         return words
 
     @property
