@@ -15,6 +15,7 @@ from toy_models import assert_same_parameters, build, full, loss_of, shard, toke
 import polyshard
 from polyshard import fully_shard
 from polyshard.errors import IneffectiveSettingWarning, LifecycleError
+from polyshard.module.schedule import own_unit
 from polyshard_testing import ranks
 
 
@@ -95,3 +96,14 @@ def test_other_communication_setters_change_no_bit(rank: int, size: int) -> None
     block: Any = model.blocks[0]
     with pytest.raises(LifecycleError, match=r"'blocks\.0', which is not the root"):
         block.set_post_optim_event(torch.Event())
+
+
+@ranks(2)
+def test_the_largest_number_of_reductions_that_a_unit_asks_for_is_the_roots(
+    rank: int, size: int
+) -> None:
+    model: Any = shard(build(), fully_shard)
+    for number, block in enumerate(model.blocks):
+        block.set_reduce_scatter_max_input_buffers(3 - number)
+    model(tokens_for(0, rank))
+    assert own_unit(model).context.reductions.most == 3

@@ -53,7 +53,11 @@ class Description:
     @property
     def step_bytes(self) -> int:
         """Bytes this rank sends in a training step: twice gathered if freed in between."""
-        again = sum(g.regather_bytes for g in self.groups if g.reshard_after_forward)
+        again = sum(
+            g.regather_bytes
+            for g in self.groups
+            if g.reshard_after_forward and g.unshard_in_backward
+        )
         return self.gather_bytes + again + self.reduce_bytes
 
     @property

@@ -407,6 +407,18 @@ def test_what_waits_for_a_handle(rank: int, size: int) -> None:
 
 
 @ranks(2)
+def test_a_frozen_root_has_no_backward_to_wait_for(rank: int, size: int) -> None:
+    """A teacher, run with grad mode: nothing of it requires grad."""
+    teacher: Any = fully_shard(nn.Linear(4, 4).requires_grad_(False))
+    model: Any = paths(fully_shard)
+    polyshard.share_comm_ctx([teacher, model])
+    model.set_manual_backward_finalization(True)
+    model(teacher(torch.ones(2, 4))).sum().backward()
+    model.finalize_backward(async_op=True).wait()
+    assert gradients(model)
+
+
+@ranks(2)
 def test_a_handle_is_torchs_kind_and_is_waited_for_repeatedly(rank: int, size: int) -> None:
     model: Any = paths(fully_shard)
     model.set_manual_backward_finalization(True)

@@ -364,6 +364,67 @@ def test_methods_that_torchs_function_registers(rank: int, size: int) -> None:
         _ = state._fsdp_param_groups
 
 
+class Calling(nn.Module):
+    """Calls itself, and a method that is registered; interrupts itself once on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.is_interrupted = nn.Linear(3, 3), nn.Linear(3, 3), False
+
+    def embed(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.second(self(x))
+        return x
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        if depth:
+            x = self(x, depth - 1)
+        elif self.is_interrupted:
+            self.is_interrupted = False
+            raise KeyboardInterrupt
+        out: Tensor = self.second(self.embed(x))
+        return out
+
+
+@pytest.mark.parametrize("way", ["forward", "generate", "below a root"])
+@pytest.mark.parametrize("reshards", [None, True])
+@ranks(2)
+def test_modules_that_call_themselves_stay_gathered_until_the_last_call(
+    rank: int, size: int, reshards: bool | None, way: str
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), Calling()) if way == "below a root" else Calling()
+    model: Any = copy.deepcopy(plain)
+    calling = model[1] if way == "below a root" else model
+    fully_shard(calling, reshard_after_forward=reshards)
+    if calling is not model:
+        fully_shard(model)
+    for name in ("embed", "generate"):
+        register_fsdp_forward_method(calling, name)
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+
+    def run(module: Any) -> Tensor:
+        out: Tensor = module.generate(x) if way == "generate" else module(x)
+        return out
+
+    for is_interrupted in (False, True):
+        if is_interrupted:  # it ends the calls without a word to hooks
+            calling.is_interrupted = True
+            with pytest.raises(KeyboardInterrupt):
+                run(model)
+        with torch.no_grad():
+            torch.testing.assert_close(run(model), run(plain))
+        assert states(calling) == {State.SHARDED}
+        for each in (model, plain):
+            each.zero_grad()
+            run(each).sum().backward()
+        assert_gradients(model, plain)
+        assert states(calling) == {State.SHARDED}
+
+
 @ranks(2)
 def test_two_roots(rank: int, size: int) -> None:
     teacher, student = shard(build(1), fully_shard), shard(build(2), fully_shard)

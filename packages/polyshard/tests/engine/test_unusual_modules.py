@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import pack_sequence
+from toy_meeting import await_all
 from toy_models import full
 from toy_tensors import Wrapped
 from toy_twins import linear, pair, same_gradients, two_of
+from toy_units import states
 from typing_extensions import override
 
 from polyshard import fully_shard
@@ -24,6 +27,7 @@ from polyshard.engine.collect import move
 from polyshard.engine.root import units_below
 from polyshard.engine.trees import map_tensors
 from polyshard.errors import LifecycleError
+from polyshard.group.group import State
 from polyshard_testing import ranks
 
 
@@ -120,6 +124,70 @@ def test_containers_keep_what_they_can_do(rank: int, size: int, kind: str) -> No
     for module in (ours.first, ours.second, ours):
         fully_shard(module)
     same_training(ours, theirs)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda y: y,  # of three dims: a view of a matrix
+    "reshaped": lambda y: y.view(-1),
+    "transposed": lambda y: y.transpose(0, 1),
+    "sliced": lambda y: (2 * y)[:, 1:],
+}
+
+
+class Viewing(nn.Module):
+    """Returns a view, and its input as it is."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.layer, self.view = linear(), VIEWS[view]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.view(self.layer(x)), x
+
+
+class ChangesInPlace(nn.Module):
+    """Changes what its units return."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.first, self.second, self.last = linear(), Viewing(view), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, x = self.second(self.first(x))
+        y += 1
+        out: Tensor = self.last(y.flatten()[:, None]).mean() + x.square().mean()
+        return out
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@ranks(2)
+def test_outputs_that_are_views_may_be_changed_in_place(rank: int, size: int, view: str) -> None:
+    """Autograd forgets hooks of such a view."""
+    ours, theirs = two_of(lambda: ChangesInPlace(view))
+    for module in (ours.first, ours.second, ours):
+        fully_shard(module)
+    for step in range(3):
+        losses = [model(rows().view(2, 1, 4)) for model in (ours, theirs)]
+        await_all(f"forward {step}", size)
+        for loss in losses:
+            loss.backward()
+        same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@ranks(2)
+def test_outputs_of_a_root_that_are_views_may_be_changed_in_place(
+    rank: int, size: int, view: str
+) -> None:
+    ours, theirs = two_of(lambda: Viewing(view))
+    fully_shard(ours)
+    for _ in range(2):
+        for model in (ours, theirs):
+            y, _x = model(rows().view(2, 1, 4))
+            y += 1
+            y.square().sum().backward()
+        assert states(ours) == {State.SHARDED}
+        same_gradients(ours, theirs)
 
 
 def test_sizes_of_a_packed_sequence_stay_on_the_host() -> None:

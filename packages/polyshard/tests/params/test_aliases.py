@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from toy_models import build, full, loss_of, shard, tokens_for, train
+from toy_twins import same_gradients
 
 from polyshard import fully_shard
 from polyshard.errors import ModuleError
@@ -29,6 +30,40 @@ def sharded(engine: str, seed: int = 0, **kwargs: Any) -> Any:
 def sharded_on_meta(engine: str) -> Any:
     with torch.device("meta"):
         return sharded(engine)
+
+
+class Scaled(nn.Module):
+    """Its scale has one row, which rank 0 holds; ``linear`` has one for every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 6))
+        self.first, self.linear = (nn.Linear(6, 6, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.first(x) * self.scale)
+        return out
+
+
+@pytest.mark.parametrize("holders", [(0,), (0, 1)])
+@ranks(2)
+def test_ranks_may_differ_in_which_tensors_they_hold(
+    rank: int, size: int, holders: tuple[int, ...]
+) -> None:
+    """A part of the model is loaded while a state dict is held; where all do, one has no row."""
+    torch.manual_seed(0)
+    model, plain = Scaled(), Scaled()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model)
+    held = model.state_dict() if rank in holders else {}
+    with torch.no_grad():
+        doubled = 2 * model.linear.weight.detach()
+        plain.linear.weight.mul_(2)
+    model.load_state_dict({"linear.weight": doubled}, strict=False, assign=True)
+    for each in (model, plain):
+        each(torch.ones(2, 6)).sum().backward()
+    same_gradients(model, plain)
+    assert set(held) == (set(dict(model.named_parameters())) if rank in holders else set())
 
 
 def clones(model: nn.Module) -> dict[str, Any]:

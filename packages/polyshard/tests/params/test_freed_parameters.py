@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from polyshard import fully_shard
+from polyshard import describe, fully_shard, stats
 from polyshard_testing import ranks
 
 WIDTHS = (32, 768)
@@ -86,3 +86,6 @@ def test_an_embedding_is_not_gathered_for_backward(rank: int, size: int, width: 
         gradients.append(model[0].weight.grad.full_tensor())
     torch.testing.assert_close(*gradients)
     assert gradients[0].any()
+    before = stats(model).bytes_sent
+    model(torch.tensor([1, 2, 3])).sum().backward()
+    assert stats(model).bytes_sent - before == describe(model).step_bytes

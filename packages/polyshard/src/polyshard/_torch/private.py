@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -291,6 +292,30 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread runs inside an autograd backward (activation checkpointing does)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def next_node() -> int:
+    """The number of the next node that autograd makes in this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def is_made_since(number: int, tensor: Tensor) -> bool:
+    """Whether autograd has computed ``tensor``, by a node with this ``number`` or a later one."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() >= number  # type: ignore[attr-defined]
+
+
+def calls_under_way(module: nn.Module, method: Callable[..., Any]) -> int:
+    """How many calls of ``module``, and of ``method`` with it, are in the stack of this thread."""
+    names = {nn.Module._call_impl.__code__: "self", method.__code__: "module"}
+    count = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = names.get(frame.f_code)
+        count += name is not None and frame.f_locals[name] is module
+        frame = frame.f_back
+    return count
 
 
 def reaches_host(group: dist.ProcessGroup) -> bool:

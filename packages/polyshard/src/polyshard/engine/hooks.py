@@ -7,6 +7,15 @@ starts to gather the unit that ran before. *Post-backward* (all inputs that requ
 received theirs, through an identity in the graph) reduces and frees. A unit none of whose inputs
 require grad has no such identity; the callback at the end of the whole backward reduces it.
 
+An output may be a view: of what a linear layer computes from three dims, say. Changing it in place
+(``y += x``) makes it another node of the graph, and the hook stays with the old one. So what it is
+a view of is hooked as well, if the unit computed that.
+
+[Note: calls in calls]
+A module may call itself, or a method that ``register_fsdp_forward_method`` has wrapped. The unit
+stays gathered until the outermost of these calls ends, and they are counted. An interrupt
+(Control-C) ends calls without telling hooks, so a count of more than one is checked in the stack.
+
 [Note: transforms]
 Under ``torch.func`` (``jvp`` above all) inputs and outputs are wrapped, and what hooks do with them
 (casting, watching) is part of the function transformed. Gathering and freeing is not: it handles
@@ -27,7 +36,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from polyshard._torch.gloo import await_values
-from polyshard._torch.private import in_backward, outside_transforms, transforms_run, untraced
+from polyshard._torch.private import (
+    calls_under_way,
+    in_backward,
+    is_made_since,
+    next_node,
+    outside_transforms,
+    transforms_run,
+    untraced,
+)
 from polyshard.engine.root import initialize_root
 from polyshard.engine.trees import cast_floating, map_tensors, tensors
 from polyshard.engine.unit import Phase, Unit
@@ -61,18 +78,38 @@ class UnitHooks:
 
         @functools.wraps(method)
         def gathered(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            try:
-                args, kwargs = self._before(module, args, kwargs)
-                return self._after(module, args, method(*args, **kwargs))
-            except Exception:
-                self._always(module, args, None)
-                raise
+            return self._gathered(module, method, args, kwargs)
 
         return MethodType(gathered, module)
 
+    def _gathered(
+        self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        output = None
+        try:
+            args, kwargs = self._before(module, args, kwargs)
+            output = self._after(module, args, method(*args, **kwargs))
+        except Exception:
+            self._always(module, args, None)
+            raise
+        self._always(module, args, output)
+        return output
+
     def parts(self) -> tuple[Callable[..., Arguments], Callable[..., Any]]:
-        """What is done before a forward and what after, for a caller that runs it in between."""
-        return self._before, self._after
+        """What is done before a forward and what after, for a caller that runs it in between.
+
+        These calls are not counted: the caller does not say when one of them raises.
+        """
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Arguments:
+            del module
+            return self._begin(args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            del args
+            return self._end(module, output, is_inner=self._has_calls(module, own=0))
+
+        return untraced(before), untraced(after)
 
     # Forward ----------------------------------------------------------------------------------
 
@@ -80,7 +117,10 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
         """Gather before ``module`` runs; cast and watch its inputs."""
-        del module
+        self._unit.calls[module] += 1
+        return self._begin(args, kwargs)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         unit = self._unit
         if unit.phase is Phase.REHEARSAL:
             return self._cast_inputs(args, kwargs)
@@ -97,6 +137,7 @@ class UnitHooks:
         self._gather_for_forward()
         if unit.watch is not None:
             unit.watch.begin_forward(unit.name)
+        unit.first_node = next_node()
         return self._watch_inputs(args, kwargs)
 
     def _enter_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -155,10 +196,20 @@ class UnitHooks:
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free after ``module`` has run; watch and cast its outputs."""
         del args
+        return self._end(module, output, is_inner=self._has_calls(module, own=1))
+
+    def _has_calls(self, module: nn.Module, *, own: int) -> bool:
+        """Whether more calls of ``module`` are under way than ``own``: [Note: calls in calls]."""
+        calls = self._unit.calls
+        if calls[module] > own:
+            calls[module] = calls_under_way(module, self._gathered)
+        return calls[module] > own
+
+    def _end(self, module: nn.Module, output: Any, *, is_inner: bool) -> Any:
         unit = self._unit
         self._end_watch()
-        if unit.phase in (Phase.PRE_BACKWARD, Phase.REHEARSAL):  # recomputed: post-backward frees
-            return self._cast_output(output)
+        if is_inner or unit.phase in (Phase.PRE_BACKWARD, Phase.REHEARSAL):
+            return self._cast_output(output)  # recomputed: post-backward frees
         is_outermost = unit.context.forward_root is unit
         if is_outermost:
             for tensor in tensors(output):  # see [Note: let down elsewhere] of resilience
@@ -176,8 +227,12 @@ class UnitHooks:
 
         Also called after :meth:`_post_forward`, which leaves nothing to do here.
         """
-        del module, args, output
+        del args, output
+        calls, is_inner = self._unit.calls, self._has_calls(module, own=1)
+        calls[module] = calls[module] - 1 if is_inner else 0
         self._end_watch()
+        if is_inner:  # an exception of it gets to the outer call, unless the model catches it
+            return
         context = self._unit.context
         if context.forward_root is self._unit and self._unit.pending_modules:
             if context.turn.in_backward:
@@ -207,9 +262,15 @@ class UnitHooks:
             return output
         is_transformed = transforms_run()
         watch = self._pre_backward_of_transform if is_transformed else self._pre_backward
+        finalization = self._unit.context.finalization
+        finalization.is_busy = finalization.is_busy or is_transformed
         for tensor in tensors(output):
             if tensor.requires_grad:
+                finalization.is_busy = True
                 tensor.register_hook(watch)
+                base = None if is_transformed else tensor._base
+                if base is not None and is_made_since(self._unit.first_node, base):
+                    base.register_hook(watch)  # see [Note: hooks]: the view may be changed in place
         return self._watch_transformed(output) if is_transformed else output
 
     def _watch_transformed(self, output: Any) -> Any:

@@ -123,7 +123,8 @@ def _gather_below(
     fqns = {id(p): n for n, p in root.modules[0].named_parameters()}
     for name, _, unit in found:
         unit.is_root = unit is root
-        unit.context = context
+        own, unit.context = unit.context.reductions.most, context
+        context.reductions.most = max(context.reductions.most, own)  # as torch takes it
         context.units.append(unit)
         unit.name = name or ROOT
         _name_groups(unit, fqns)

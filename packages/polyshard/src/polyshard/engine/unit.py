@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from itertools import chain
@@ -117,6 +118,10 @@ class Unit(Gathered):
         self.forward_prefetch: tuple[Unit, ...] = ()
         self.backward_prefetch: tuple[Unit, ...] = ()
         self.pending_modules: set[nn.Module] = set()
+        self.calls = Counter[nn.Module]()
+        """Calls of each module that are under way."""
+        self.first_node = 0
+        """Number in autograd of the first node of the last forward."""
 
     def ended(self) -> Iterator[Ended]:
         """For ranks to compare at the end of a step: experts may be on a mesh of their own."""
@@ -231,7 +236,6 @@ class RootContext:
     def begin_forward(self, unit: Unit) -> None:
         """``unit`` is called from outside of any other: a turn begins. See [Note: turns]."""
         self.forward_root = unit
-        self.finalization.is_busy = self.finalization.is_busy or torch.is_grad_enabled()
         self.failures = failure_handler()
         self.turn.begin(self.failures.begin_step())
         if not self._watches_steps and not all(g.reshard_after_backward for g in self.groups()):

@@ -95,6 +95,8 @@ class GroupPlan:
     reduce dtype."""
     kept_bytes: int = 0
     """Memory of sums of gradients that a codec keeps between backwards of a step, at most."""
+    unshard_in_backward: bool = True
+    """Whether a backward gathers what was freed after forward."""
     gather_kept_bytes: int = 0
     """Memory that gathers keep all the time, such as rows that a codec decodes to."""
 
@@ -165,7 +167,7 @@ class GroupPlan:
         return tuple(
             f"group {self.name}: {line}"
             for program in self.programs
-            for line in str(program).splitlines()
+            for line in program.lines(own=False)
         )
 
     def shared_lines(self) -> tuple[str, ...]:

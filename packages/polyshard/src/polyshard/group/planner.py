@@ -49,6 +49,7 @@ def plan_of(group: ParameterGroup, *, frees: bool) -> GroupPlan:
         notices=all_notices(group.policy, shards.dtype, contributions),
         accumulated_reduce_bytes=reductions[sums].traffic.sent,
         kept_bytes=reducer.kept_bytes,
+        unshard_in_backward=group.unshard_in_backward,
         gather_kept_bytes=gather.kept_bytes,
     )
 

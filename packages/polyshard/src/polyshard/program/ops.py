@@ -103,6 +103,8 @@ class OpPlan:
     """Bytes of device memory that it takes."""
     frees: int
     """Bytes of what the program took that are free after it, or of a block's slice."""
+    is_own: bool = False
+    """Whether it is this rank's alone, which others need not have."""
 
     @override
     def __str__(self) -> str:
@@ -153,9 +155,13 @@ class ProgramPlan:
     @override
     def __str__(self) -> str:
         """A line for each operation; a rule between the parts."""
-        lines = [f"  {op}" for op in self.ops]
-        lines.insert(self.cut, "  --")
-        return "\n".join([f"{self.name}:", *lines])
+        return "\n".join(self.lines(own=True))
+
+    def lines(self, *, own: bool) -> list[str]:
+        """The same line by line, with this rank's ``own`` operations or without."""
+        parts = (self.ops[: self.cut], self.ops[self.cut :])
+        issue, complete = ([f"  {op}" for op in part if own or not op.is_own] for part in parts)
+        return [f"{self.name}:", *issue, "  --", *complete]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,8 @@ class Op:
     """Bytes that it takes and frees on the device, likewise."""
     plugin: str = "polyshard"
     """Whose code it calls."""
+    is_own: bool = False
+    """Whether it is this rank's alone: plans are the same without it."""
     waits: tuple[int, ...] = ()
     """Places of operations on other lanes that end before this one; filled in by compiling."""
     marks: bool = False
@@ -186,7 +194,8 @@ class Op:
         reads, writes = (tuple(m.value for m in ms) for ms in (self.reads, self.writes))
         traffic = NO_TRAFFIC if self.traffic is None else self.traffic(present)
         memory = (0, 0) if self.memory is None else self.memory(present)
-        return OpPlan(self.name, self.lane.value, reads, writes, self.plugin, traffic, *memory)
+        name, lane = self.name, self.lane.value
+        return OpPlan(name, lane, reads, writes, self.plugin, traffic, *memory, self.is_own)
 
 
 @dataclass(frozen=True, slots=True)

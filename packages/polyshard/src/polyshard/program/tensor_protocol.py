@@ -381,10 +381,10 @@ class ProtocolGather(Gather):
         return None
 
     @override
-    def before(self, fetch: Callable[[], None] | None) -> list[Op]:
+    def before(self, fetch: Op | None) -> list[Op]:
         reads = (Memory.SHARD, Memory.PAYLOADS)
         ask = Op("ask", self._ask, reads=reads, writes=(Memory.PAYLOAD,))
-        return [ask] if fetch is None else [self.fetching(fetch), ask]
+        return [ask] if fetch is None else [fetch, ask]
 
     @torch.no_grad()
     def _ask(self, frame: Frame) -> None:

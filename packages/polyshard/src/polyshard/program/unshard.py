@@ -89,13 +89,9 @@ class Gather(ABC):
     def scratch(self) -> Buffer | None:
         """Memory that is needed from start to end, beside the parameters."""
 
-    def before(self, fetch: Callable[[], None] | None) -> list[Op]:
+    def before(self, fetch: Op | None) -> list[Op]:
         """What comes between taking memory and the transfer; ``fetch`` brings the shard near."""
-        return [] if fetch is None else [self.fetching(fetch)]
-
-    def fetching(self, fetch: Callable[[], None]) -> Op:
-        """A storage brings the shard to where the transfer reads it, ahead of it on its lane."""
-        return Op("fetch", lambda _: fetch(), self.lane, writes=(Memory.SHARD,))
+        return [] if fetch is None else [fetch]
 
     @property
     def lane(self) -> Lane:
@@ -183,14 +179,17 @@ def unshard_program(
     storage = shards.storage
     own = 0 if isinstance(buffer, FixedBuffer) else buffer.nbytes
     nbytes = own + (0 if scratch is None else scratch.nbytes)
-    is_fetched = gather.reads_shard and (
-        shards.has_strays or overrides(storage.fetch, DeviceStorage.fetch)
-    )
+    # Strays are this rank's own (see [Note: changing hands] of the shards): others may have none.
+    brings, has_strays = overrides(storage.fetch, DeviceStorage.fetch), shards.has_strays
+    is_fetched = gather.reads_shard and (has_strays or brings)
     is_released = gather.reads_shard and overrides(storage.release, ShardStorage.release)
     taken = tuple(dict.fromkeys((Memory.UNSHARDED, *gather.targets)))
+    fetching = Op(
+        "fetch", lambda _: fetch(), gather.lane, writes=(Memory.SHARD,), is_own=not brings
+    )
     issue = [
         Op("acquire", acquire, writes=taken, undo=release, memory=lambda _: (nbytes, 0)),
-        *gather.before(fetch if is_fetched else None),
+        *gather.before(fetching if is_fetched else None),
         gather.transfer(),
     ]
     complete = [gather.join(), *gather.after()]
@@ -199,7 +198,9 @@ def unshard_program(
         at_once = storage.fetches_on_stream and Memory.SHARD in gather.sources
         lane = gather.lane if at_once else Lane.COMPUTE
         ops = complete if lane is Lane.COMPUTE else issue
-        ops.append(Op("release", lambda _: shards.release(), lane, writes=(Memory.SHARD,)))
+        is_own = not (is_released or brings)
+        written = (Memory.SHARD,)
+        ops.append(Op("release", lambda _: shards.release(), lane, writes=written, is_own=is_own))
     complete.append(Op("register", registry.register, reads=(Memory.UNSHARDED,)))
     name = "unshard" if gather.reads_shard else "unshard from a block"
     return compiled(name, issue, complete)
@@ -372,16 +373,16 @@ class CodecGather(Gather):
         return self._freshness is not None and self._freshness.is_current(is_near=self._is_near)
 
     @override
-    def before(self, fetch: Callable[[], None] | None) -> list[Op]:
+    def before(self, fetch: Op | None) -> list[Op]:
         def encode(frame: Frame) -> None:
-            del frame
             if self.resends():
                 return
             if fetch is not None:
-                fetch()
+                fetch.run(frame)
             self._encode()
 
-        written = (Memory.PAYLOAD,) if fetch is None else (Memory.PAYLOAD, Memory.SHARD)
+        is_plain = fetch is None or fetch.is_own
+        written = (Memory.PAYLOAD,) if is_plain else (Memory.PAYLOAD, Memory.SHARD)
         reads = (Memory.SHARD, Memory.PAYLOADS)
         return [Op("encode", encode, reads=reads, writes=written, plugin=self._plugin)]
 
