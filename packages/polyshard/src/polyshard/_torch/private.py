@@ -303,7 +303,7 @@ def next_node() -> int:
 def is_made_since(number: int, tensor: Tensor) -> bool:
     """Whether autograd has computed ``tensor``, by a node with this ``number`` or a later one."""
     node = tensor.grad_fn
-    return node is not None and node._sequence_nr() >= number  # type: ignore[attr-defined]
+    return node is not None and node._sequence_nr() >= number
 
 
 def calls_under_way(module: nn.Module, method: Callable[..., Any]) -> int:
