@@ -30,10 +30,20 @@ class Message:
 class Works:
     """Messages of one transfer, with what keeps their memory alive."""
 
-    def __init__(self, wire: Wire, tag: int, keep: object = None) -> None:
-        """Begin a transfer; ``keep`` is held until it ends."""
+    def __init__(
+        self, wire: Wire, tag: int, keep: object = None, number: int | None = None
+    ) -> None:
+        """Begin a transfer; ``keep`` is held until it ends.
+
+        Args:
+            wire: what messages go over.
+            tag: of all of them.
+            keep: with the memory of messages.
+            number: of a transfer that is continued; by default another one begins. All ranks
+                count transfers alike: a rank that waits is told how many others have begun.
+        """
         self._wire, self.tag, self._keep = wire, tag, keep
-        self.number = wire.begin(tag)
+        self.number = wire.begin(tag) if number is None else number
         self._works: list[dist.Work] = []
         self._peers: list[Sequence[Message]] = []
         self._connections: dist.ProcessGroup | None = None

@@ -57,8 +57,9 @@ class GlooOwner(OwnerRoute):
         if self._size == 1:
             out.copy_(source)
             return DONE
-        peers = [r for r in range(self._size) if r != self._rank]
-        return _Sum(partial(self._begin, "reduce", key), peers, self._rank, source, out).begin()
+        tag = self._tag_of("reduce", key)
+        begin = partial(Works, self._wire, tag, number=self._wire.begin(tag))
+        return _Sum(begin, self._others(owner), self._rank, source, out).begin()
 
     @override
     def scatter(
