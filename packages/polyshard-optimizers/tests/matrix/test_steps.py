@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from matrix_models import WIDTH, Reference, Run, Shampoo, by_replicas, loss_of, muon, shampoo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,12 +18,12 @@ from toy_collectives import ByCollectives
 import polyshard
 import polyshard_resilience
 from polyshard import clip_grad_norm_, fully_shard
-from polyshard.errors import NonFiniteError, UnsupportedError
+from polyshard.errors import NonFiniteError, PeerError, UnsupportedError
 from polyshard.plugins.seams import local_of
 from polyshard_optimizers import MatrixError
 from polyshard_resilience import NonFinite
 from polyshard_resilience.errors import AttemptError, SkippedStepWarning
-from polyshard_testing import ranks
+from polyshard_testing import raises_in_step, ranks
 from polyshard_testing.streams import recorded
 
 SLOW = {"lr": 0.002}
@@ -179,8 +180,26 @@ def test_updates_begin_when_gradients_have_landed(rank: int, size: int) -> None:
     run.check(Reference(size, parts=2).train(3).model)
     run.backward(3, rank)
     clip_grad_norm_(run.model.parameters(), 1e-3)
-    with pytest.raises(MatrixError, match="was changed after its update had begun"):
+    with raises_in_step(MatrixError, "was changed after its update had begun"):
         run.optimizer.step()
+
+
+@ranks(2)
+def test_a_rank_that_owns_no_matrix_is_told_that_one_was_changed(rank: int, size: int) -> None:
+    """It would wait for an update that never comes."""
+    polyshard_resilience.enable()
+    plugin = muon(early=True)
+    model: Any = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), plugins=[plugin])
+    steps = plugin.optimizer(model)
+    model(torch.ones(2, WIDTH)).square().sum().backward()
+    clip_grad_norm_(model.parameters(), 1e-3)
+    told = "was changed after its update had begun"
+    with pytest.raises((MatrixError, PeerError), match=told) as caught:
+        steps.step()
+    kinds: list[Any] = [None] * size
+    model.reset_iter_state()
+    dist.all_gather_object(kinds, caught.type.__name__)
+    assert sorted(kinds) == ["MatrixError", "PeerError"]
 
 
 @ranks(2)

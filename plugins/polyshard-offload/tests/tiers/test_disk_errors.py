@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -148,6 +150,27 @@ def test_refused_direct_transfers_fall_back(tmp_path: Path) -> None:
     target = torch.zeros_like(values)
     file.read(offset, target)
     assert torch.equal(target, values)
+
+
+def test_two_threads_may_be_refused_at_once(tmp_path: Path) -> None:
+    """A file system that takes direct writes, and no direct reads."""
+    both = threading.Barrier(2)
+
+    def preadv(descriptor: int, memories: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            both.wait(60)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.preadv(descriptor, memories, offset)
+
+    file = swap(tmp_path, Calls(preadv=preadv), io_threads=2)
+    if not file.direct:
+        pytest.skip("the file system refuses direct I/O")
+    offset, values = file.allocate(2 * BLOCK), aligned(noise(2 * BLOCK))
+    file.write(offset, values)
+    target = aligned(torch.zeros_like(values))
+    file.read(offset, target)
+    assert torch.equal(target, values)
+    assert not file.direct
 
 
 def test_refused_direct_transfers_are_errors_where_demanded(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from polyshard.agreement.meeting import agree
+from polyshard.failures import Part
 from polyshard.memory.streams import streams_of
 from polyshard.plugins.seams import OwnedParameter, local_of
 from polyshard_optimizers.matrix.choosing import Cut, Leads
@@ -155,32 +156,35 @@ class MatrixSteps(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            every = []
-            for matrix in self._every():
-                if matrix.parameter.grad is None:
-                    matrix.begun = None  # of a step that was left out
-                else:
-                    every.append(matrix)
-            for matrix in every:
-                _check_unchanged(matrix)  # before anything is sent
-            returning: list[tuple[Matrix, Callable[[], Tensor]]] = []
-            for together in _rounds(every):
-                gathered = [(m, *self._inputs(m)) for m in together]
-                updates = [
-                    self._update(m, gradient, weights) if m.site.makes else None
-                    for m, gradient, weights in gathered
-                ]
-                dtypes = [self._recipe.returns(m.parameter) for m in together]
-                returning += [
-                    (m, m.site.scatter(update, dtype))
-                    for m, update, dtype in zip(together, updates, dtypes, strict=True)
-                ]
-            for matrix, rows in returning:
-                local = local_of(matrix.parameter)
-                self._recipe.apply(local, rows(), matrix.cut, matrix.settings)
-                self.state.setdefault(matrix.parameter, matrix.state)
+        with torch.no_grad(), Part("(optimizer)"):  # whose failures are told to ranks that wait
+            self._step()
         return loss
+
+    def _step(self) -> None:
+        every = []
+        for matrix in self._every():
+            if matrix.parameter.grad is None:
+                matrix.begun = None  # of a step that was left out
+            else:
+                every.append(matrix)
+        for matrix in every:
+            _check_unchanged(matrix)  # before anything is sent
+        returning: list[tuple[Matrix, Callable[[], Tensor]]] = []
+        for together in _rounds(every):
+            gathered = [(m, *self._inputs(m)) for m in together]
+            updates = [
+                self._update(m, gradient, weights) if m.site.makes else None
+                for m, gradient, weights in gathered
+            ]
+            dtypes = [self._recipe.returns(m.parameter) for m in together]
+            returning += [
+                (m, m.site.scatter(update, dtype))
+                for m, update, dtype in zip(together, updates, dtypes, strict=True)
+            ]
+        for matrix, rows in returning:
+            local = local_of(matrix.parameter)
+            self._recipe.apply(local, rows(), matrix.cut, matrix.settings)
+            self.state.setdefault(matrix.parameter, matrix.state)
 
     def _inputs(self, matrix: Matrix) -> tuple[Tensor | None, Tensor | None]:
         """Gradient and weights, as far as needed, where the update is made."""

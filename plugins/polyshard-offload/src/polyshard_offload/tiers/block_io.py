@@ -69,13 +69,17 @@ class PosixBlocks(Blocks):
             if not self._may_fall_back:
                 raise
 
-    def _fall_back(self, error: OSError) -> None:
+    def _fall_back(self, error: OSError, *, was_direct: bool) -> None:
         """Use the page cache from now on; some file systems refuse only when bytes are moved.
+
+        Args:
+            error: of a call.
+            was_direct: whether it began with direct I/O, which another thread may have ended since.
 
         Raises:
             OSError: ``error``, when that was not the reason or is not allowed.
         """
-        if not (self.direct and self._may_fall_back and error.errno == errno.EINVAL):
+        if not (was_direct and self._may_fall_back and error.errno == errno.EINVAL):
             raise error
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -97,12 +101,13 @@ class PosixBlocks(Blocks):
     ) -> None:
         done = 0
         while done < len(memory):
+            was_direct = self.direct
             try:
                 moved = call(self._descriptor, [memory[done:]], offset + done)
             except InterruptedError:
                 continue
             except OSError as error:
-                self._fall_back(error)
+                self._fall_back(error, was_direct=was_direct)
                 continue
             if moved <= 0:
                 raise OSError(errno.EIO, f"end of file at byte {offset + done}")
