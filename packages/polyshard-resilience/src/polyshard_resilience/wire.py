@@ -33,10 +33,11 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 from typing_extensions import override
 
+from polyshard._torch.private import timeout_of
 from polyshard.errors import ConnectionLostError
 from polyshard.transport.gloo.messages import COLLECTIVE
 from polyshard.transport.gloo.wire import Job, Transfer, Wire
-from polyshard_resilience._torch_private import connect_gloo, cut_gloo, forget_gloo, timeout_of
+from polyshard_resilience._torch_private import connect_gloo, cut_gloo, forget_gloo
 from polyshard_resilience.alarm.alarm import Alarm
 
 REMEMBERED = 4096
