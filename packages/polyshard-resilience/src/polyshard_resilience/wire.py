@@ -235,6 +235,8 @@ class WatchedWire(Wire):
 
     @override
     def wait(self, job: Job, connections: dist.ProcessGroup | None, transfer: Transfer) -> None:
+        if self.alarm.away:
+            self.alarm.expect(self.ranks)
         self.alarm.waiting = Wait(self, transfer)
         try:
             self._waiter.wait(job, lambda: self.is_over(connections))
