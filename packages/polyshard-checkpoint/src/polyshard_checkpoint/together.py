@@ -46,7 +46,7 @@ class LostRanksError(CheckpointError):
 
     def __init__(self, error: RuntimeError) -> None:
         """``error`` is what torch raised."""
-        super().__init__(f"not all ranks took part in saving or loading: {error}")
+        super().__init__(f"not all ranks took part: {error}")
 
 
 class Ranks:
