@@ -108,11 +108,14 @@ class Waiter:
         held.done.acquire()
         jobs.put(held)
         was_cut = False
-        while not held.done.acquire(timeout=LOOK_SECONDS):
-            if was_cut:
-                job.is_left, self._jobs = True, None
-                raise ConnectionLostError("connections were cut")
-            was_cut = is_cut()
+        try:
+            while not held.done.acquire(timeout=LOOK_SECONDS):
+                if was_cut:
+                    raise ConnectionLostError("connections were cut")
+                was_cut = is_cut()
+        except BaseException:  # an interrupt too: the next wait is not to queue behind this one
+            job.is_left, self._jobs = True, None
+            raise
         if held.error is not None:
             raise held.error
 
