@@ -88,7 +88,8 @@ def test_what_is_loaded_is_no_corruption(
     step()
     versions = [local_tensor(p)._version for p in model.parameters()]
     load_safetensors(model, tmp_path)
-    assert all(local_tensor(p)._version > v for p, v in zip(model.parameters(), versions))
+    for parameter, version in zip(model.parameters(), versions, strict=True):
+        assert local_tensor(parameter)._version > version
     assert_equal(whole(model), before)
     step()
     del guard

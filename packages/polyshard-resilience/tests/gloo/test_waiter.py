@@ -55,18 +55,18 @@ def test_a_wait_that_never_ends_is_left_behind() -> None:
     stuck.end.set()
 
 
-class Interrupted(Exception):
+class InterruptedWaitError(Exception):
     """What a handler of a signal raises."""
 
 
 def test_a_wait_that_was_interrupted_is_left_behind() -> None:
     def interrupt() -> bool:
-        raise Interrupted
+        raise InterruptedWaitError
 
     waiter, stuck, late = Waiter(), Stuck(), Stuck()
     works: Any = [stuck]
     left = Job(works, None)
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedWaitError):
         waiter.wait(left, interrupt)
     assert left.is_left
     late.end.set()
