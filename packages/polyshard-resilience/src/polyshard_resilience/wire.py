@@ -106,9 +106,9 @@ class Waiter:
             weakref.finalize(self, jobs.put, None).atexit = False
         held = _Held(job)
         held.done.acquire()
-        jobs.put(held)
         was_cut = False
         try:
+            jobs.put(held)
             while not held.done.acquire(timeout=LOOK_SECONDS):
                 if was_cut:
                     raise ConnectionLostError("connections were cut")
