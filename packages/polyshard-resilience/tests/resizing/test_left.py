@@ -62,7 +62,8 @@ class Job:
         polyshard_resilience.resize(self.model, self.optimizer, group)
 
 
-def failing(rank: int, size: int) -> None:
+def left_by_one(rank: int) -> tuple[Job, Any]:
+    """A run on two ranks, and their group, after the third has ended."""
     polyshard_resilience.enable()
     job = Job()
     job.step()
@@ -78,6 +79,11 @@ def failing(rank: int, size: int) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     job.step()
+    return job, group
+
+
+def failing(rank: int, size: int) -> None:
+    job, _ = left_by_one(rank)
     before = whole(job.model)
     job.model[1].fails = rank == 0
     if rank == 0:
@@ -94,11 +100,32 @@ def failing(rank: int, size: int) -> None:
     job.step()
 
 
-def test_a_rank_that_left_is_not_to_blame() -> None:
+def cut(rank: int, size: int) -> None:
+    """Rank 1 is in a collective of its own when the step is lost, and cuts all of its groups."""
+    job, group = left_by_one(rank)
+    job.model[1].fails = rank == 0
+    if rank == 0:
+        with pytest.raises(ValueError, match="deliberate"):
+            job.step()
+    else:
+        job.model(torch.ones(2, 6))
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+    job.model[1].fails = False
+    job.model.reset_iter_state()
+    job.optimizer.zero_grad()
+    job.step()
+    both = torch.ones(1)
+    dist.all_reduce(both, group=group)
+    assert both.item() == len(HOLDERS)
+
+
+@pytest.mark.parametrize("run", [failing, cut])
+def test_a_rank_that_left_is_not_to_blame(run: Any) -> None:
     world = World(3)
     try:
         with pytest.raises(RankError) as caught:
-            world.run(failing)
+            world.run(run)
     finally:
         world.close()
     text = str(caught.value)
