@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from polyshard_publish import (
     Publisher,
     PublishError,
     VersionError,
+    folder,
     load_version,
 )
 from polyshard_testing import ranks
@@ -100,6 +102,27 @@ def test_damaged_versions_are_named(tmp_path: Path) -> None:
     (tmp_path / "LATEST").write_text("../elsewhere")
     with pytest.raises(PublishError, match="which is no version"):
         load_version(tmp_path)
+
+
+def test_a_version_that_is_removed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its manifest and its files."""
+    publisher, read = (
+        Publisher(nn.Linear(3, 2), to=FolderTarget(tmp_path, keep=1)),
+        folder._manifest,
+    )
+    publisher.publish(1)
+    versions = iter([2])
+
+    def manifest(path: Path) -> dict[str, Any]:
+        found = read(path)
+        if (version := next(versions, None)) is not None:
+            publisher.publish(version)
+        return found
+
+    monkeypatch.setattr(folder, "_manifest", manifest)
+    assert load_version(tmp_path).version == 2
 
 
 def test_what_a_killed_trainer_left_is_removed(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from polyshard_checkpoint.packing import Entries
 from polyshard_checkpoint.reading import CheckpointPlanner, CheckpointReader, files_in
 from polyshard_checkpoint.state import TrainingState
 from polyshard_checkpoint.survivors import Survivors
-from polyshard_checkpoint.together import Ranks, attempt
+from polyshard_checkpoint.together import LostRanksError, Ranks, attempt
 from polyshard_checkpoint.writing import Progress, SummedWriter
 from polyshard_resilience._torch_private import cut_groups
 
@@ -319,6 +319,8 @@ class Checkpoints:
         """The manifest of a checkpoint, and what is wrong with it; every rank reads some files."""
         try:
             manifest = self._ranks.led(f"Reading '{path}'", lambda: Manifest.read(path))
+        except LostRanksError:
+            raise  # the checkpoint itself may be whole
         except CheckpointError as error:
             return None, [str(error)]
         found = self._ranks.gathered(manifest.damage(path, *self._ranks.part))
@@ -395,7 +397,7 @@ class Checkpoints:
         del kind, trace
         try:
             self.wait()
-        except CheckpointError:
+        except Exception:
             if error is None:  # else that one is what ended the run
                 raise
         finally:

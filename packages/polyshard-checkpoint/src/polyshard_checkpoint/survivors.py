@@ -8,6 +8,12 @@ those of the others, and looks now and then whether one of them has died as well
 
 ``torch.distributed.checkpoint`` needs a process group to plan a save; here its planner and its
 writer are called without one, on what each rank has said. So the files are those of any checkpoint.
+
+[Note: a folder of an earlier job]
+A job that was killed while its survivors saved leaves their folder, and the next job may have the
+same address and ranks. The leading rank removes it, but another may come before. So each of the
+others leaves a word beside the folder that it has just drawn, and enters a folder that repeats it:
+the leading rank does so in the one that it has made, until all have entered.
 """
 
 from __future__ import annotations
@@ -17,12 +23,13 @@ import hashlib
 import math
 import os
 import pickle
+import secrets
 import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,24 +111,53 @@ class Survivors(Ranks):
 
     @override
     def __enter__(self) -> Survivors:
+        seconds = min(self._seconds, FOLDER_SECONDS)
         if self.leads:
             self._begin()
-        self._await([self._place], min(self._seconds, FOLDER_SECONDS))
+            try:
+                self._check_private()
+                self._wait(self._all_have_entered, seconds)
+            except BaseException:
+                self.close()
+                raise
+            return self
+        word, beside = secrets.token_bytes(8), self._beside(self.rank)
+        try:
+            with _said_as_error(beside):
+                beside.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(beside, word)
+            self._wait(lambda: _content(self._file("greets", self.rank)) == word, seconds)
+        finally:
+            beside.unlink(missing_ok=True)
+        self._check_private()
+        replace_file(self._file("entered", self.rank), b"")
+        return self
+
+    def _all_have_entered(self) -> bool:
+        """On the leading rank; see [Note: a folder of an earlier job]."""
+        others = self._members[1:]
+        for rank in others:
+            word, greeting = _content(self._beside(rank)), self._file("greets", rank)
+            if word is not None and word != _content(greeting):
+                replace_file(greeting, word)
+        return all(self._file("entered", rank).exists() for rank in others)
+
+    def _beside(self, rank: int) -> Path:
+        return self._place.with_name(f"{self._place.name}-{rank}")
+
+    def _check_private(self) -> None:
         found = os.lstat(self._place)
         private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
         if not private or found.st_uid != os.geteuid():
             raise CheckpointError(
                 f"'{self._place}' is not a folder that this user alone can write to. Remove it"
             )
-        return self
 
     def _begin(self) -> None:
-        try:
+        with _said_as_error(self._place):
             self._place.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self._place, ignore_errors=True)  # of one that was killed itself
             self._place.mkdir(PRIVATE)
-        except OSError as error:
-            raise CheckpointError(f"'{self._place}' cannot be made: {error}") from error
 
     @override
     def gathered(self, value: T) -> list[T]:
@@ -147,9 +183,13 @@ class Survivors(Ranks):
         return self._place / f"{kind}-{self._number}-{rank}"
 
     def _await(self, paths: Sequence[Path], seconds: float | None = None) -> None:
+        seconds = self._seconds if seconds is None else seconds
+        self._wait(lambda: all(path.exists() for path in paths), seconds)
+
+    def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         begin = looked = time.monotonic()
-        seconds, roll = self._seconds if seconds is None else seconds, Roll(self._members)
-        while not all(path.exists() for path in paths):
+        roll = Roll(self._members)
+        while not is_over():
             time.sleep(PAUSE_SECONDS)
             now = time.monotonic()
             if now - looked < LOOK_SECONDS:
@@ -197,6 +237,20 @@ class Survivors(Ranks):
         writer.set_up_storage_writer(self.leads)
         planner.set_up_planner(entries, writer.storage_meta(), self.leads)
         return writer.prepare_local_plan(planner.create_local_plan())
+
+
+def _content(path: Path) -> bytes | None:
+    with suppress(OSError):  # it is not there yet, or not any more
+        return path.read_bytes()
+    return None
+
+
+@contextmanager
+def _said_as_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be made: {error}") from error
 
 
 def _written(planner: DefaultSavePlanner, writer: StorageWriter, plan: SavePlan) -> Any:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from polyshard._torch.gloo import BESIDE
+from polyshard._torch.private import timeout_of
 from polyshard.errors import CheckpointError
 
 T = TypeVar("T")
@@ -38,6 +39,14 @@ def attempt(work: Callable[[], T]) -> Attempted[T]:
         return Attempted(work(), None)
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         return Attempted(None, error)
+
+
+class LostRanksError(CheckpointError):
+    """Ranks cannot tell each other how it went: one is gone, or was too late."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        """``error`` is what torch raised."""
+        super().__init__(f"not all ranks took part: {error}")
 
 
 class Ranks:
@@ -67,11 +76,20 @@ class Ranks:
 
     @cached_property
     def _made(self) -> dist.ProcessGroup:
-        return cast("dist.ProcessGroup", dist.new_group(backend="gloo", group_desc=BESIDE))
+        timeout = timeout_of(cast("dist.ProcessGroup", dist.group.WORLD))
+        try:
+            made = dist.new_group(backend="gloo", timeout=timeout, group_desc=BESIDE)
+        except RuntimeError as error:
+            raise LostRanksError(error) from error
+        return cast("dist.ProcessGroup", made)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Made by all ranks when the first of them needs it."""
+        """Made by all ranks when the first of them needs it.
+
+        Raises:
+            CheckpointError: when not all came within the time-out of the job's process group.
+        """
         return None if self.alone else self._made
 
     def close(self) -> None:
@@ -129,11 +147,19 @@ class Ranks:
         return ()
 
     def gathered(self, value: T) -> list[T]:
-        """``value`` of every rank, in order."""
+        """``value`` of every rank, in order.
+
+        Raises:
+            CheckpointError: when the connection to a rank broke, or one did not come in time.
+        """
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        group = self.group
+        try:
+            dist.all_gather_object(found, value, group=group)
+        except RuntimeError as error:
+            raise LostRanksError(error) from error
         return found
 
     def agreed(self, doing: str, work: Callable[[], T]) -> T:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +22,9 @@ from toy_models import build, full
 from toy_runs import Job, assert_equal, whole
 
 from polyshard.errors import CheckpointError, PeerError
-from polyshard_checkpoint import Checkpoints, checkpoints_in
+from polyshard_checkpoint import Checkpoints, checkpoints_in, survivors
 from polyshard_checkpoint.manifest import Manifest
+from polyshard_checkpoint.survivors import Survivors
 from polyshard_testing import World, ranks
 from polyshard_testing.world import RankError
 
@@ -185,3 +189,31 @@ def test_a_rank_that_fails_is_quoted(rank: int, size: int, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"failed\. rank 1: .*No space left"):
         Checkpoints(tmp_path, progress=full).save_survivors(1, job.state)
     assert not list(tmp_path.glob("*step*"))
+
+
+@ranks(2)
+def test_what_a_job_left_that_was_killed_while_it_saved(
+    rank: int, size: int, tmp_path: Path
+) -> None:
+    """A job of the same address and ranks saves another step; rank 0 comes last."""
+    job = Job.start(rank, size)
+    with mock.patch.object(survivors, "_calls", return_value=Counter()):
+        old = Survivors.of(tmp_path, None)
+    if rank == 0:
+        old._place.mkdir(0o700)
+        for number in range(1, 4):
+            old._number = number
+            for other in range(size):
+                old._file("says", other).write_bytes(pickle.dumps(5))
+        old._number = 0
+        old._file("greets", 1).write_bytes(b"of the old job")
+        old._beside(1).write_bytes(b"of the old job")
+    await_all("left", size)
+    with mock.patch.object(survivors, "_calls", return_value=Counter()):
+        if rank == 0:
+            while old._beside(1).read_bytes() == b"of the old job":
+                time.sleep(0.01)
+        path = Checkpoints(tmp_path).save_survivors(8, job.state)
+    assert path.name == "step-000008"
+    await_all("saved", size)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -15,12 +15,15 @@ from torch.distributed.tensor import Shard
 from toy_models import build, full, shard
 from toy_runs import assert_equal, whole
 
+import polyshard_resilience
 from polyshard import fully_shard
+from polyshard._torch.private import local_tensor
 from polyshard.errors import CheckpointError, SettingError
 from polyshard_checkpoint import Checkpoints, TrainingState
 from polyshard_checkpoint.safetensors import load_safetensors, save_safetensors
 from polyshard_checkpoint.safetensors.header import DTYPES, make_header, read_header
 from polyshard_checkpoint.safetensors.reading import weight_files
+from polyshard_resilience import Corruption
 from polyshard_testing import ranks
 
 safetensors: Any = pytest.importorskip("safetensors.torch")
@@ -62,6 +65,34 @@ def test_what_the_library_writes_is_what_is_loaded(
     shard(target, fully_shard, **placed)
     assert load_safetensors(target, tmp_path) == frozenset()
     assert_equal(whole(target), whole(source))
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_loaded_is_no_corruption(
+    rank: int, size: int, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Read to its place, or converted on the way."""
+    polyshard_resilience.enable()
+    model: Any = fully_shard(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save_safetensors(model, tmp_path, dtype=dtype)
+    before = whole(model)
+
+    def step() -> None:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    guard = Corruption(model, optimizer, every=1)
+    step()
+    versions = [local_tensor(p)._version for p in model.parameters()]
+    load_safetensors(model, tmp_path)
+    for parameter, version in zip(model.parameters(), versions, strict=True):
+        assert local_tensor(parameter)._version > version
+    assert_equal(whole(model), before)
+    step()
+    del guard
 
 
 @ranks(4)

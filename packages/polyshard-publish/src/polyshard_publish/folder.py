@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from polyshard.errors import CheckpointError
 from polyshard.files import replace_file, sync_folder
 from polyshard_checkpoint.safetensors.blocks import fill, put, whole_view
 from polyshard_checkpoint.safetensors.header import Stored, read_header
@@ -202,6 +203,9 @@ def load_version(folder: str | os.PathLike[str]) -> Served:
             return _loaded(found)
         except FileNotFoundError:
             continue
+        except (ProofError, CheckpointError):
+            if latest(folder) == found:  # else it was being removed
+                raise
     raise GoneError(f"versions in '{folder}' are removed faster than they are read; raise keep=.")
 
 

@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
 
-from polyshard._torch.gloo import BESIDE, backend_on_cpu
+from polyshard._torch.gloo import BESIDE
+from polyshard._torch.private import timeout_of
 from polyshard.errors import ConnectionLostError
 
 CUT_TAG = (1 << 31) - 1
@@ -99,17 +100,6 @@ def cut_gloo(connections: dist.ProcessGroup) -> None:
 def is_from_backend(error: RuntimeError) -> bool:
     """Whether ``error`` is about connections: one that broke, was aborted, or took too long."""
     return isinstance(error, dist.DistBackendError) or bool(_OF_GLOO.search(str(error)))
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long transfers of ``group`` wait on the CPU."""
-    options = getattr(backend_on_cpu(group), "options", None)
-    found = getattr(options, "_timeout", None)
-    return (
-        found
-        if isinstance(found, timedelta)
-        else distributed_c10d._get_default_timeout(dist.Backend("gloo"))
-    )
 
 
 def own_client(store: dist.Store) -> dist.Store:

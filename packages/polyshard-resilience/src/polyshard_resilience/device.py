@@ -99,6 +99,7 @@ class DeviceSteps:
         ranks = tuple(sorted(frozenset[int]().union(*ranks_of.values())))
         shared = [each for each in units if len(ranks_of[id(each.mesh)]) == len(ranks)]
         lacking = tuple(name for each in shared for name in each.lacking)
+        alarm.expect(ranks)
         every = tuple(forwards)
         said = zlib.crc32(f"{self._count(ranks)} {every} {lacking}".encode())
         alarm.doing = f"the end of a backward, after forwards of {_names(every[-NAMED:])}"

@@ -71,10 +71,10 @@ def _mend_all(alarm: Alarm, broken: Broken) -> None:
         if broken.includes(name, working.ranks if working.is_gloo else ())
     }
     _quieten(affected)
-    mended = []
+    mended, lost = [], alarm.gone.keys() | alarm.register.ended(alarm.away)
     try:
         for name, working in affected.items():
-            if alarm.gone.keys().isdisjoint(working.ranks):
+            if lost.isdisjoint(working.ranks):
                 _mend(alarm, name, working)
                 mended.append(name)
     except ConnectionLostError as error:

@@ -33,10 +33,11 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 from typing_extensions import override
 
+from polyshard._torch.private import timeout_of
 from polyshard.errors import ConnectionLostError
 from polyshard.transport.gloo.messages import COLLECTIVE
 from polyshard.transport.gloo.wire import Job, Transfer, Wire
-from polyshard_resilience._torch_private import connect_gloo, cut_gloo, forget_gloo, timeout_of
+from polyshard_resilience._torch_private import connect_gloo, cut_gloo, forget_gloo
 from polyshard_resilience.alarm.alarm import Alarm
 
 REMEMBERED = 4096
@@ -105,13 +106,16 @@ class Waiter:
             weakref.finalize(self, jobs.put, None).atexit = False
         held = _Held(job)
         held.done.acquire()
-        jobs.put(held)
         was_cut = False
-        while not held.done.acquire(timeout=LOOK_SECONDS):
-            if was_cut:
-                job.is_left, self._jobs = True, None
-                raise ConnectionLostError("connections were cut")
-            was_cut = is_cut()
+        try:
+            jobs.put(held)
+            while not held.done.acquire(timeout=LOOK_SECONDS):
+                if was_cut:
+                    raise ConnectionLostError("connections were cut")
+                was_cut = is_cut()
+        except BaseException:  # an interrupt too: the next wait is not to queue behind this one
+            job.is_left, self._jobs = True, None
+            raise
         if held.error is not None:
             raise held.error
 
@@ -234,6 +238,8 @@ class WatchedWire(Wire):
 
     @override
     def wait(self, job: Job, connections: dist.ProcessGroup | None, transfer: Transfer) -> None:
+        if self.alarm.away:
+            self.alarm.expect(self.ranks)
         self.alarm.waiting = Wait(self, transfer)
         try:
             self._waiter.wait(job, lambda: self.is_over(connections))

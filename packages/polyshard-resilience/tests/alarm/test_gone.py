@@ -131,3 +131,23 @@ def test_a_backward_that_fails_by_itself(alarm: Alarm) -> None:
     handler._backward_failed("layer", None, None)
     assert alarm.report is not None
     assert alarm.report.text.startswith("rank 0 failed in its backward")
+
+
+def test_a_rank_that_left_and_ended(alarm: Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is news only to a rank that waits for it, and to no other what has failed."""
+    alarm.gone.clear()
+    alarm.told.clear()
+    alarm.away = frozenset({GONE})
+    monkeypatch.setattr(watch, "on_devices", lambda: {"sim"})
+    watched(alarm, SECONDS)
+    assert alarm.report is None
+    report = alarm.explain(None, RuntimeError("Connection closed by peer"))
+    assert report.rank != GONE
+    alarm.begin_anew()
+    handler: Any = AlarmHandler(alarm)
+    handler._backward_failed("layer", None, None)
+    assert is_rung_for(alarm, alarm.rank)
+    alarm.begin_anew()
+    alarm.waiting = WaitsFor(GONE)
+    watched(alarm, PATIENT_SECONDS)
+    assert is_rung_for(alarm, GONE)

@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 
 from polyshard._torch.private import default_store
-from polyshard_resilience._torch_private import (
-    connect_gloo,
-    cut_gloo,
-    forget_gloo,
-    own_client,
-    timeout_of,
-)
+from polyshard_resilience._torch_private import connect_gloo, cut_gloo, forget_gloo, own_client
 from polyshard_testing import ranks
 
 
@@ -51,12 +45,6 @@ def test_a_cut_ends_all_waits_here_and_there(rank: int, size: int) -> None:
     again = connected("again", rank, size)
     again.allreduce([values]).wait()
     assert values.tolist() == [9.0] * 4
-
-
-@ranks(2)
-def test_time_outs_are_those_of_the_group(rank: int, size: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=17))
-    assert timeout_of(group) == timedelta(seconds=17)
 
 
 def test_a_client_of_its_own() -> None:

@@ -55,6 +55,26 @@ def test_a_wait_that_never_ends_is_left_behind() -> None:
     stuck.end.set()
 
 
+class InterruptedWaitError(Exception):
+    """What a handler of a signal raises."""
+
+
+def test_a_wait_that_was_interrupted_is_left_behind() -> None:
+    def interrupt() -> bool:
+        raise InterruptedWaitError
+
+    waiter, stuck, late = Waiter(), Stuck(), Stuck()
+    works: Any = [stuck]
+    left = Job(works, None)
+    with pytest.raises(InterruptedWaitError):
+        waiter.wait(left, interrupt)
+    assert left.is_left
+    late.end.set()
+    others: Any = [late]
+    waiter.wait(Job(others, None), threading.Event().is_set)  # by another thread
+    stuck.end.set()
+
+
 def test_the_thread_ends_with_its_waiter() -> None:
     def waiting() -> set[threading.Thread]:
         return {each for each in threading.enumerate() if each.name == "polyshard-wait"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,6 +143,14 @@ def joined(rank: int, size: int) -> None:
     assert dist.get_process_group_ranks(shared) == ranks
 
 
+def waits_alike(rank: int, size: int) -> None:
+    """A rank that is gone is waited for as long in the one as in the other."""
+    group = dist.new_group(timeout=timedelta(seconds=17))
+    shared = private.shared_group(list(range(size)), "test", group)
+    assert private.timeout_of(group) == timedelta(seconds=17)
+    assert private.timeout_of(shared) == timedelta(seconds=17)
+
+
 def other_counts(rank: int, size: int) -> None:
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
@@ -171,6 +180,7 @@ def test_meshes_are_joined_and_groups_shared() -> None:
     world = World(4)  # with as many groups on every rank
     try:
         world.run(joined)
+        world.run(waits_alike)
         world.run(groups_of_some)
         world.run(other_counts)
     finally:

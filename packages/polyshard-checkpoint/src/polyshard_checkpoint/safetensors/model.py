@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from polyshard._torch.private import local_tensor
 from polyshard._torch.staged import checkpoint_name
 from polyshard.engine.root import units_below
 from polyshard.errors import CheckpointError, SettingError
@@ -272,12 +273,22 @@ def read_weights(
     state = {name: every[name] for name in made}
     dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
     own = {checkpoint_name(model, name): tensor for name, tensor in _named(model)}
-    values: dict[str, Any] = {
-        n: value for n, value in state.items() if not _is_same(value, own.get(n))
-    }
+    values: dict[str, Any] = {}
+    for name, value in state.items():
+        if _is_same(value, own.get(name)):
+            _count_write(own[name])
+        else:
+            values[name] = value
     if values:  # what a plugin keeps in another form
         options = dcp.state_dict.StateDictOptions(strict=False)
         set_model_state_dict(model, values, options=options)
+
+
+def _count_write(tensor: Tensor) -> None:
+    """Its memory was written to, which autograd does not see, nor who else looks for changes."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if not local.is_inference():
+        torch.autograd.graph.increment_version(local)
 
 
 def _is_same(value: object, own: Tensor | None) -> bool:

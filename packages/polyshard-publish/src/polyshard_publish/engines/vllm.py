@@ -97,6 +97,7 @@ class PolyshardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @override
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()  # of a trainer that was restarted
         port = init_info.port + self.parallel_config.rank
         self._server = ReceiverServer(Receiver(), init_info.host, port, token=init_info.token)
 
@@ -146,7 +147,7 @@ class PolyshardTrainer(TrainerWeightTransferEngine[PolyshardTrainerInitInfo]):
 
     init_info_cls = PolyshardTrainerInitInfo
     _publisher: Publisher
-    _version = 0
+    _version: int | None = None
 
     @override
     @classmethod
@@ -164,6 +165,9 @@ class PolyshardTrainer(TrainerWeightTransferEngine[PolyshardTrainerInitInfo]):
     @override
     def send_weights(self) -> Published:
         """Publish the next version, and have vLLM load it. Workers are left alone if it fails."""
+        if self._version is None:  # a trainer before this one may have published
+            served = self._publisher.served().values()
+            self._version = max(version or 0 for version in served)
         self._version += 1
         published = self._publisher.publish(self._version)
         if self.is_sender:

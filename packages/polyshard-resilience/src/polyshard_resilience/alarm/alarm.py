@@ -21,6 +21,11 @@ and ranks that wait for each other at different places
 The next outermost forward begins a new epoch: connections are made anew among the ranks that come.
 Ranks need no message about that: each enters the first epoch that no rank has ended. So a rank that
 fails again while others still recover costs these others nothing.
+
+[Note: ranks that are away]
+A rank that left the model by ``resize()`` takes part in nothing, and its process may end as it
+likes. Others look at it, and wait for it, only where they wait for it by name: in the next resize
+for example. A rank that they transfer with again, for another model, is not away.
 """
 
 from __future__ import annotations
@@ -117,10 +122,12 @@ class Alarm:
         """Ranks that will not come back, and what is known of them."""
         self.told: set[int] = set()
         """Those of them of which all ranks were told."""
+        self.away: frozenset[int] = frozenset()
+        """Ranks that hold no model any more. See [Note: ranks that are away]."""
         self.connections: dict[object, Connections] = {}
         self.mending: dict[str, object] = {}
         """What process groups were repaired with, by their names: not the alarm's to cut."""
-        self._has_cut = False
+        self._has_cut = self._rests = False
         self._cutting = threading.Lock()
         self._looks = 0
         self._left: Report | None = None
@@ -137,6 +144,10 @@ class Alarm:
         if self.board is not None:
             self.courier.start()
             self.register.enter()
+
+    def rest(self) -> None:
+        """Look for reports no more: the process group was destroyed, and its store may be gone."""
+        self._rests = True
 
     @property
     def rank(self) -> int:
@@ -204,7 +215,8 @@ class Alarm:
         if self.board is None or report is None:
             return NOTHING_BROKEN
         key = self._epochs.come(self.epoch)
-        silent = self.gone.keys() | ({report.rank} if report.cause is Cause.STOPPED else set())
+        stopped = {report.rank} if report.cause is Cause.STOPPED else set()
+        silent = self.gone.keys() | stopped | self.away
         for _ in _moments(ACCOUNT_SECONDS):
             if int(self.courier.look(key) or 0) >= len(self.board.ranks) - len(silent):
                 break
@@ -266,7 +278,7 @@ class Alarm:
                 connections.cut()
 
     def _look(self, store: dist.Store) -> None:
-        if self.report is None:
+        if self.report is None and not self._rests:
             epoch, epochs = self.epoch, self._epochs
             self._looks += 1  # two requests take longer, and few ranks are that late
             is_whole = self._looks % LOOKS_FOR_OLD == 0
@@ -324,7 +336,8 @@ class Alarm:
             return Report(NOBODY, Cause.GONE, str(error))
         for _ in _moments(EXPLAIN_SECONDS):
             self.look()
-            self.look_at_processes(self.board.ranks if peer is None else (peer,))
+            every = [rank for rank in self.board.ranks if rank not in self.away]
+            self.look_at_processes(every if peer is None else (peer,))
             if self.report is not None:
                 return self.report
         self.look_at_processes(self.expected(self.board.ranks))
@@ -334,12 +347,16 @@ class Alarm:
     # Processes --------------------------------------------------------------------------------
 
     def expected(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that not all ranks know to be gone.
+        """Those of ``ranks`` that are not away, and that not all ranks know to be gone.
 
         In a later epoch, only a rank that waits for one that is gone says so again: the others
         may be repairing their groups.
         """
-        return [rank for rank in ranks if rank not in self.told]
+        return [rank for rank in ranks if rank not in self.told and rank not in self.away]
+
+    def expect(self, ranks: Iterable[int]) -> None:
+        """This rank communicates with ``ranks`` now: none of them is away."""
+        self.away = self.away.difference(ranks)
 
     def look_at_processes(self, ranks: Iterable[int]) -> None:
         """Ring for the first of ``ranks`` in sight whose process ended or was stopped, if any."""
@@ -403,7 +420,8 @@ class Alarm:
             self.epoch, self.report, self.is_seen, self._has_cut = number, None, False, False
         begun, cuts = begun_collectives(), self._cuts
         self.courier.tell(lambda store: cuts.compare(store, number, begun))
-        self.courier.tell(lambda store: store.add(epochs.come(number), 1))
+        if self.rank not in self.away:
+            self.courier.tell(lambda store: store.add(epochs.come(number), 1))
         for connections in self.connections.values():
             connections.renew()
 

@@ -117,6 +117,11 @@ class Register:
             return Report(rank, Cause.GONE, text)
         return None
 
+    def ended(self, ranks: Iterable[int]) -> set[int]:
+        """Those of ``ranks`` whose process has ended, as far as this one can see."""
+        found = {rank: self.report_of(rank) for rank in ranks}
+        return {rank for rank, one in found.items() if one and one.cause is Cause.GONE}
+
     def is_running(self, rank: int) -> bool:
         """Whether it is known to be."""
         process = self.process_of(rank)

@@ -148,7 +148,7 @@ class Watch:
                 self._post(replace(at, epoch=epoch, among=among))
                 others = [rank for rank in among if rank != self._board.rank] or [NOBODY]
                 self._look_for_circle(epoch, others[(at.beat - 1) % len(others)])
-            for rank in register.beside:
+            for rank in register.beside - (alarm.away - {*peers}):
                 silent = register.silent(rank, self._silence, now)
                 if silent is not None:
                     alarm.ring(silent)

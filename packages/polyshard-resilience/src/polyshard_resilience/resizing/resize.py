@@ -27,6 +27,7 @@ from polyshard.engine.collect import move
 from polyshard.engine.resizing import Resizing
 from polyshard.errors import LifecycleError, PeerError, SettingError, UnsupportedError
 from polyshard.params.parameter import ShardedParameter
+from polyshard_resilience.alarm.current import current_alarm
 from polyshard_resilience.alarm.peers import go_on, tell
 from polyshard_resilience.alarm.reports import NOBODY
 from polyshard_resilience.errors import ResizeError
@@ -349,8 +350,16 @@ class _Resize:
             for optimizer, form in zip(self._optimizers, self._forms, strict=True):
                 for group, settings in zip(optimizer.param_groups, form.settings, strict=True):
                     group.update(copy.deepcopy(dict(settings)))
+        self._tell_who_holds()
         sent, received = (sum(moved) for moved in zip(*self._moved, strict=True))
         return Resized(sent, received, tuple(self._notes))
+
+    def _tell_who_holds(self) -> None:
+        """Ranks that hold nothing now may end when they like."""
+        ranks = dict(enumerate(dist.get_process_group_ranks(self._every)))
+        away = {ranks[one] for one, place in enumerate(self._seats.after) if place is None}
+        alarm = current_alarm()
+        alarm.away = alarm.away.difference(ranks.values()) | away
 
 
 def _rows(parameter: ShardedParameter, held: Tensor | None, made: Tensor) -> Moving:

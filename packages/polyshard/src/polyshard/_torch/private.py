@@ -20,7 +20,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -344,6 +344,17 @@ def store_timeout_seconds(store: dist.Store) -> float:
     return timeout.total_seconds()
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long transfers of ``group`` wait on the CPU; on its device, where it has no other."""
+    for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
+        with suppress(RuntimeError):  # a backend that has no options
+            options = getattr(group._get_backend(device), "options", None)
+            found = getattr(options, "_timeout", None)
+            if isinstance(found, timedelta):
+                return found
+    return distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+
+
 def default_store() -> dist.Store | None:
     """The key-value store of the default process group."""
     return distributed_c10d._get_default_store()
@@ -392,6 +403,7 @@ def shared_group(ranks: Sequence[int], purpose: str, like: dist.ProcessGroup) ->
         list(ranks),
         backend=dist.get_backend(like),
         use_local_synchronization=True,
+        timeout=timeout_of(like),
         group_desc=label,
     )
     return cast("dist.ProcessGroup", made)
