@@ -127,7 +127,7 @@ class Alarm:
         self.connections: dict[object, Connections] = {}
         self.mending: dict[str, object] = {}
         """What process groups were repaired with, by their names: not the alarm's to cut."""
-        self._has_cut = self._rests = False
+        self._has_cut = False
         self._cutting = threading.Lock()
         self._looks = 0
         self._left: Report | None = None
@@ -144,10 +144,6 @@ class Alarm:
         if self.board is not None:
             self.courier.start()
             self.register.enter()
-
-    def rest(self) -> None:
-        """Look for reports no more: the process group was destroyed, and its store may be gone."""
-        self._rests = True
 
     @property
     def rank(self) -> int:
@@ -278,7 +274,7 @@ class Alarm:
                 connections.cut()
 
     def _look(self, store: dist.Store) -> None:
-        if self.report is None and not self._rests:
+        if self.report is None:
             epoch, epochs = self.epoch, self._epochs
             self._looks += 1  # two requests take longer, and few ranks are that late
             is_whole = self._looks % LOOKS_FOR_OLD == 0

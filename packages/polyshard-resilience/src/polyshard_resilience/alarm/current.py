@@ -1,10 +1,4 @@
-"""The alarm of this process: that of the process group that is the default one now.
-
-[Note: the store ends with its group]
-The store of a process group that was initialised by ``env://`` is a server in rank 0's process,
-which ends when it is held no more. The next process group on the same port would else find the keys
-of the one before. So the alarm has clients of its own, and only a weak reference to the store.
-"""
+"""The alarm of this process: that of the process group that is the default one now."""
 
 from __future__ import annotations
 
@@ -12,16 +6,12 @@ import atexit
 import functools
 import sys
 import threading
-import weakref
-from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 
 import torch.distributed as dist
 
 from polyshard._torch.private import default_store
 from polyshard.agreement.board import Board, open_board, said_of
-from polyshard_resilience._torch_private import own_client
 from polyshard_resilience.alarm.alarm import Alarm
 from polyshard_resilience.alarm.watch import Watch
 
@@ -79,8 +69,7 @@ class Current:
 
     def __init__(self) -> None:
         """There is none yet."""
-        self._store: Callable[[], dist.Store | None] = _no_store
-        """See [Note: the store ends with its group]."""
+        self._store: dist.Store | None = None
         self._alarm = Alarm(None)
         self._end: ProcessEnd | None = None
         self._lock = threading.Lock()
@@ -88,11 +77,10 @@ class Current:
     def get(self) -> Alarm:
         """That of the default process group; a silent one where there are no other ranks."""
         store = default_store() if dist.is_initialized() else None
-        if store is None or store is not self._store():
+        if store is None or store is not self._store:
             with self._lock:
                 self._replace(open_board(range(dist.get_world_size())) if store else None)
-                alarm = self._alarm
-                self._store = weakref.ref(store, lambda _: alarm.rest()) if store else _no_store
+                self._store = store
         return self._alarm
 
     def _replace(self, board: Board | None) -> None:
@@ -102,16 +90,12 @@ class Current:
         if board is None or len(board.ranks) == 1:
             self._alarm = Alarm(None)
             return
-        self._alarm = Alarm(replace(board.part("alarm"), store=own_client(board.store)))
+        self._alarm = Alarm(board.part("alarm"))
         watch = Watch(self._alarm)
         self._end = ProcessEnd(self._alarm, watch)
         self._end.attach()
         self._alarm.start()
         watch.start()
-
-
-def _no_store() -> None:
-    """There is no process group."""
 
 
 @functools.cache
