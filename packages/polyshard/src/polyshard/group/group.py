@@ -462,7 +462,7 @@ class ParameterGroup:
 
     def sync_requires_grad(self, generation: Generation) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
-        waits = self.gradients.has_unreduced
+        waits = self.gradients.has_unreduced or self.gradients.waiting.awaits_replicas
         changed = bool(self._frozen_late) and not waits
         if changed:
             self._frozen_late.clear()
