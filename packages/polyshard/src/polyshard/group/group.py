@@ -587,6 +587,8 @@ class ParameterGroup:
         if self._generation is None:
             return {}
         with_zeros = self._reduce_settings.reduce_unused
+        if with_zeros:  # also for what no gather of this step has told of
+            self.sync_requires_grad(self._generation)
         return self.gradients.take(self._generation, with_zeros=with_zeros)
 
     def expects_gradients(self) -> bool:
