@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from toy_models import full
 
 import polyshard
 from polyshard import (
@@ -26,7 +27,7 @@ from polyshard import (
     Plugin,
     fully_shard,
 )
-from polyshard.errors import ConflictError
+from polyshard.errors import ConflictError, GradientMismatchError
 from polyshard.plugins.contract import hookimpl
 from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
@@ -394,6 +395,22 @@ def test_gradients_of_some_slots_are_refused(rank: int, size: int) -> None:
             with raises_in_step(ReproducibleError, r"rarely.*in some slots"):
                 use_once(plugin, model, when)
             sharded.reset_iter_state()
+
+
+@ranks(2)
+def test_slots_that_ranks_use_differently_are_refused_on_all(rank: int, size: int) -> None:
+    plugin, model = Reproducible(slots=8), Sometimes()
+    sharded: Any = fully_shard(model, plugins=[plugin])
+    for when in (0, 1, 3):
+        with pytest.raises(GradientMismatchError, match=r"'rarely.weight' has one on ranks"):
+            for turn, _ in enumerate(plugin.each_slot(model, step=0)):
+                model(torch.ones(2, 4), uses=rank == 0 or turn != when).sum().backward()
+        sharded.reset_iter_state()
+    for parameter in sharded.parameters():
+        assert parameter.grad is None
+    for _ in plugin.each_slot(model, step=0):  # nothing of the failed ones is left
+        model(torch.ones(2, 4), uses=True).sum().backward()
+    torch.testing.assert_close(full(model.rarely.bias.grad), torch.full((4,), 2.0))
 
 
 @ranks(2)

@@ -308,8 +308,10 @@ class BoundReduceCodec(Measured, ABC):
     def begin(self, present: frozenset[int]) -> None:
         """Called when a reduction starts, with the indices of parameters that have a gradient.
 
-        The indices are the same on all ranks. Called before :meth:`encode`, for codecs that carry
-        part of a gradient to the next reduction: the engine discards sums of other parameters.
+        Called before :meth:`encode`, for codecs that carry part of a gradient to the next
+        reduction: the engine discards sums of other parameters. Ranks may not have compared the
+        indices yet. Where they differ the step fails on all ranks and :meth:`decode_sum` and
+        :meth:`keep` are not called, so raise what depends on them in :meth:`keep`.
         """
 
     @abstractmethod
