@@ -622,12 +622,12 @@ class ParameterGroup:
             self.reduced.append(summed)
         run(frame, frame.program.cut, self._part, "polyshard.reduce")
         if frame.table.present:
-            sent_bytes, traffic = frame.table.sent_bytes[frame.key], meter.traffic
+            moved, traffic = frame.table.traffic[frame.key], meter.traffic
             traffic.reductions += 1
-            traffic.sent_bytes += sent_bytes
-            traffic.received_bytes += sent_bytes  # as many come back
+            traffic.sent_bytes += moved.sent
+            traffic.received_bytes += moved.received
             if meter.observers:
-                meter.tell("on_reduce", sent_bytes)
+                meter.tell("on_reduce", moved.sent)
         return frame
 
     def lacking(self) -> Iterator[str]:
