@@ -145,6 +145,8 @@ class GroupInfo:
 
         The root names its groups when it first runs or is first described: after hooks ran and
         storages were bound, and before codecs are. Before that, this raises a ``PluginError``.
+        A unit on which ``unshard()`` is called even earlier binds its codecs without a name, and
+        again once the root has named it; ``identity.is_named`` says which it is.
         """
         if not self.identity.is_named:
             shown = ", ".join(p.fqn for p in self.parameters[:4])
