@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -379,9 +379,10 @@ class Sometimes(nn.Module):
         return self.rarely(out) if uses else out
 
 
-def use_once(plugin: Reproducible, model: nn.Module, when: int) -> None:
-    for turn, _ in enumerate(plugin.each_slot(model, step=0)):
-        model(torch.ones(2, 4), uses=turn == when).sum().backward()
+def use(plugin: Reproducible, model: nn.Module, turns: Iterable[bool]) -> None:
+    """A step whose turns use the layer, or not."""
+    for uses, _ in zip(turns, plugin.each_slot(model, step=0), strict=True):
+        model(torch.ones(2, 4), uses=uses).sum().backward()
 
 
 @ranks(2)
@@ -393,7 +394,7 @@ def test_gradients_of_some_slots_are_refused(rank: int, size: int) -> None:
                 fully_shard(getattr(model, name), plugins=[plugin])
             sharded: Any = fully_shard(model, plugins=[plugin])
             with raises_in_step(ReproducibleError, r"rarely.*in some slots"):
-                use_once(plugin, model, when)
+                use(plugin, model, (turn == when for turn in range(4)))
             sharded.reset_iter_state()
 
 
@@ -402,14 +403,13 @@ def test_slots_that_ranks_use_differently_are_refused_on_all(rank: int, size: in
     plugin, model = Reproducible(slots=8), Sometimes()
     sharded: Any = fully_shard(model, plugins=[plugin])
     for when in (0, 1, 3):
+        uses = [rank == 0 or turn != when for turn in range(4)]
         with pytest.raises(GradientMismatchError, match=r"'rarely.weight' has one on ranks"):
-            for turn, _ in enumerate(plugin.each_slot(model, step=0)):
-                model(torch.ones(2, 4), uses=rank == 0 or turn != when).sum().backward()
+            use(plugin, model, uses)
         sharded.reset_iter_state()
     for parameter in sharded.parameters():
         assert parameter.grad is None
-    for _ in plugin.each_slot(model, step=0):  # nothing of the failed ones is left
-        model(torch.ones(2, 4), uses=True).sum().backward()
+    use(plugin, model, [True] * 4)  # nothing of the failed ones is left
     torch.testing.assert_close(full(model.rarely.bias.grad), torch.full((4,), 2.0))
 
 

@@ -89,7 +89,7 @@ def test_it_lands_whole_and_comes_back_by_rows(
 
 @ranks(3)
 def test_bytes_that_arrive_are_counted(rank: int, size: int) -> None:
-    """Rows are gathered once and gradients reduced once, and each has as many bytes as the other."""
+    """Rows are gathered once and gradients reduced once: of both, the same bytes travel."""
     uneven = fully_shard(nn.Linear(1024, 65, bias=False))
     uneven(torch.ones(1, 1024)).sum().backward()
     moved = polyshard.stats(uneven)
