@@ -326,3 +326,21 @@ def test_training_after_inference_mode(rank: int, size: int) -> None:
     after = model(torch.eye(16))
     assert not torch.equal(before, after.detach())
     after.sum().backward()
+
+
+@ranks(2)
+def test_names_exclude_what_is_unsharded_before_it_has_a_name(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    expected = [layer.weight.detach().clone() for layer in model]
+    plugin = QuantizedComm(exclude=Exclusions(fqns=("1.*",)))
+    for module in (*model, model):
+        fully_shard(module, plugins=[plugin])
+    for is_early in (True, False):
+        for layer, weight in zip(model, expected, strict=True):
+            layer.unshard()
+            is_exact = torch.equal(layer.weight, weight)
+            assert is_exact == (is_early or layer is model[1])
+            layer.reshard()
+        with torch.no_grad():
+            model(torch.ones(1, 128))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from toy_models import full
 
 import polyshard
 from polyshard import (
@@ -26,7 +27,7 @@ from polyshard import (
     Plugin,
     fully_shard,
 )
-from polyshard.errors import ConflictError
+from polyshard.errors import ConflictError, GradientMismatchError
 from polyshard.plugins.contract import hookimpl
 from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
 from polyshard.sharding.layout import GroupLayout
@@ -378,9 +379,10 @@ class Sometimes(nn.Module):
         return self.rarely(out) if uses else out
 
 
-def use_once(plugin: Reproducible, model: nn.Module, when: int) -> None:
-    for turn, _ in enumerate(plugin.each_slot(model, step=0)):
-        model(torch.ones(2, 4), uses=turn == when).sum().backward()
+def use(plugin: Reproducible, model: nn.Module, turns: Iterable[bool]) -> None:
+    """A step whose turns use the layer, or not."""
+    for uses, _ in zip(turns, plugin.each_slot(model, step=0), strict=True):
+        model(torch.ones(2, 4), uses=uses).sum().backward()
 
 
 @ranks(2)
@@ -392,8 +394,23 @@ def test_gradients_of_some_slots_are_refused(rank: int, size: int) -> None:
                 fully_shard(getattr(model, name), plugins=[plugin])
             sharded: Any = fully_shard(model, plugins=[plugin])
             with raises_in_step(ReproducibleError, r"rarely.*in some slots"):
-                use_once(plugin, model, when)
+                use(plugin, model, (turn == when for turn in range(4)))
             sharded.reset_iter_state()
+
+
+@ranks(2)
+def test_slots_that_ranks_use_differently_are_refused_on_all(rank: int, size: int) -> None:
+    plugin, model = Reproducible(slots=8), Sometimes()
+    sharded: Any = fully_shard(model, plugins=[plugin])
+    for when in (0, 1, 3):
+        uses = [rank == 0 or turn != when for turn in range(4)]
+        with pytest.raises(GradientMismatchError, match=r"'rarely.weight' has one on ranks"):
+            use(plugin, model, uses)
+        sharded.reset_iter_state()
+    for parameter in sharded.parameters():
+        assert parameter.grad is None
+    use(plugin, model, [True] * 4)  # nothing of the failed ones is left
+    torch.testing.assert_close(full(sharded.rarely.bias.grad), torch.full((4,), 2.0))
 
 
 @ranks(2)

@@ -25,6 +25,7 @@ from toy_models import Block, full
 
 import polyshard
 from polyshard import MixedPrecisionPolicy, describe, fully_shard
+from polyshard._torch.planned import planned_ranks
 from polyshard.errors import ModuleError
 from polyshard.module.schedule import own_unit, units_of
 from polyshard_optimizers import flat as flat_steps
@@ -207,6 +208,22 @@ def test_with_replicas_and_blocks(rank: int, size: int) -> None:
         ours, other = across(Language(), **given), inside(Language(), **given)
         assert train(ours, adam(ours), rank) == train(other, adam(other), rank)
         assert_same(ours, other)
+
+
+def test_blocks_keep_what_was_described_before() -> None:
+    """The table moves to a unit whose blocks do not divide the memory that was made for it."""
+    plans = []
+    with planned_ranks(6, "gloo"):
+        for is_early in (False, True):
+            model: Any = Language(width=16)
+            fully_shard(model.embed)
+            if is_early:
+                describe(model.embed)
+            plans.append(describe(fully_shard(model, reshard_after_forward=3)))
+    late, early = (plan.groups for plan in plans)
+    assert early == late
+    assert all(group.reshard_after_forward == 3 for group in early)
+    assert any(group.layout.unsharded_numel % 3 for group in early)
 
 
 @ranks(2)

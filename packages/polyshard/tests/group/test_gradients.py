@@ -291,3 +291,48 @@ def test_blanks_are_what_is_not_filled() -> None:
     assert blanks(10, [(0, 10)]) == []
     assert blanks(10, [(6, 8), (1, 3), (3, 4)]) == [(0, 1), (4, 6), (8, 10)]
     assert blanks(4, [(0, 4), (1, 2)]) == []
+
+
+# Zeros of what is not used ----------------------------------------------------------------------
+
+
+class Optional(nn.Module):
+    """Two layers, the second of which not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, uses_second: bool = False) -> Tensor:
+        x = self.first(x)
+        return self.second(x) if uses_second else x
+
+
+@pytest.mark.parametrize("codec", [False, True])
+@ranks(2)
+def test_zeros_follow_what_is_frozen_now(rank: int, size: int, codec: bool) -> None:
+    """No step from here on gathers the layer, so no gather says that it was frozen."""
+    model: Any = Optional()
+    for module in (model.first, model.second, model):
+        fully_shard(module, plugins=[Codecs()] if codec else [])
+    model.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x, weight = torch.ones(2, 5), model.second.weight
+    for uses_second in (True, False):
+        model(x, uses_second).sum().backward()
+        assert weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+    for is_trained in (False, True, False):
+        weight.requires_grad_(is_trained)
+        before = full(weight.detach()).clone()
+        model(x).sum().backward()
+        if is_trained:
+            assert torch.equal(full(weight.grad), torch.zeros(5, 5))
+        else:
+            assert weight.grad is None
+        assert model.second.bias.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(full(weight.detach()), before) is not is_trained

@@ -87,6 +87,20 @@ def test_it_lands_whole_and_comes_back_by_rows(
             assert torch.equal(again, whole)
 
 
+@ranks(3)
+def test_bytes_that_arrive_are_counted(rank: int, size: int) -> None:
+    """Rows are gathered once and gradients reduced once: of both, the same bytes travel."""
+    uneven = fully_shard(nn.Linear(1024, 65, bias=False))
+    uneven(torch.ones(1, 1024)).sum().backward()
+    moved = polyshard.stats(uneven)
+    assert moved.bytes_received == moved.bytes_sent > 0
+    even = fully_shard(nn.Linear(512, 66, bias=False), plugins=[Landing()])
+    even(torch.ones(1, 512)).sum().backward()
+    moved, whole = polyshard.stats(even), 512 * 66 * 4
+    arrived = (size - 1) * whole if rank == 0 else -whole
+    assert moved.bytes_received - moved.bytes_sent == arrived
+
+
 @pytest.mark.parametrize("shape", MESHES.values(), ids=list(MESHES))
 @ranks(4)
 def test_norms_and_clipping_see_no_difference(rank: int, size: int, shape: tuple[int, ...]) -> None:

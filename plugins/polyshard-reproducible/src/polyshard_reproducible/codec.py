@@ -6,6 +6,10 @@ a tree of sharded sums, and the engine, which adds each turn to ``.grad``, is gi
 the last turn: then the whole sum. It is divided once, by the number of slots, a power of two. See
 also [Note: the tree] in tree.py.
 
+What is refused is refused in :meth:`BoundTreeReduce.keep`, once ranks have compared which gradients
+they have: then it is refused on all of them. Before, a rank that raised would leave the others in
+their messages.
+
 Where the transport can sum over a tree itself, gradients travel from where autograd wrote them in
 their own dtype. Elsewhere they are packed, and summed here.
 """
@@ -70,10 +74,15 @@ class BoundTreeReduce(BoundReduceCodec):
         self._tree = TreeSum()
         self._seen: Moment | None = None
         self._present: frozenset[int] = frozenset()
+        self._begun: tuple[Moment | None, frozenset[int]] = (None, self._present)
 
     @override
     def begin(self, present: frozenset[int]) -> None:
-        now = self._clock.now
+        self._begun = (self._clock.now, present)
+
+    def _see(self) -> Moment:
+        """The turn whose sum has come, if it is the next of its step."""
+        now, present = self._begun
         if now is None:
             raise ReproducibleError(
                 f"reproducible: gradients of {self._names} are reduced outside of a slot. Run "
@@ -89,6 +98,7 @@ class BoundTreeReduce(BoundReduceCodec):
         else:
             self._check(present, now)
         self._seen, self._present = now, present
+        return now
 
     def _check(self, present: frozenset[int], now: Moment) -> None:
         """Refuse gradients that not every slot has: their sums would never be whole."""
@@ -125,8 +135,7 @@ class BoundTreeReduce(BoundReduceCodec):
 
     @override
     def keep(self, total: Tensor) -> Tensor | None:
-        now = self._seen
-        assert now is not None
+        now = self._see()
         if now.turns > 1:
             self._tree.add(total)
             if not now.is_last:

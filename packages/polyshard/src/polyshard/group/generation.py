@@ -269,15 +269,16 @@ def _unsharded_side(
 
 def _memory(parts: Parts, last: Generation | None, *, is_decoded: bool) -> Unsharded:
     old = None if last is None else last.unsharded
-    if old is not None and old.serves(parts.dtypes.param, parts.pool, is_decoded):
+    dtype, pool, block_size = parts.dtypes.param, parts.pool, parts.block_size
+    if old is not None and old.serves(dtype, pool, block_size, is_decoded=is_decoded):
         old.follow()
         return old
     return Unsharded(
         parts.shards,
-        parts.dtypes.param,
+        dtype,
         parts.info.device,
-        parts.pool,
+        pool,
         parts.transforms,
-        parts.block_size,
+        block_size,
         is_decoded=is_decoded,
     )

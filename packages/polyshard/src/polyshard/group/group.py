@@ -462,7 +462,7 @@ class ParameterGroup:
 
     def sync_requires_grad(self, generation: Generation) -> None:
         """Have leaves follow the sharded parameters, on which users freeze and unfreeze."""
-        waits = self.gradients.has_unreduced
+        waits = self.gradients.has_unreduced or self.gradients.waiting.awaits_replicas
         changed = bool(self._frozen_late) and not waits
         if changed:
             self._frozen_late.clear()
@@ -587,6 +587,8 @@ class ParameterGroup:
         if self._generation is None:
             return {}
         with_zeros = self._reduce_settings.reduce_unused
+        if with_zeros:  # also for what no gather of this step has told of
+            self.sync_requires_grad(self._generation)
         return self.gradients.take(self._generation, with_zeros=with_zeros)
 
     def expects_gradients(self) -> bool:
@@ -620,12 +622,12 @@ class ParameterGroup:
             self.reduced.append(summed)
         run(frame, frame.program.cut, self._part, "polyshard.reduce")
         if frame.table.present:
-            sent_bytes, traffic = frame.table.sent_bytes[frame.key], meter.traffic
+            moved, traffic = frame.table.traffic[frame.key], meter.traffic
             traffic.reductions += 1
-            traffic.sent_bytes += sent_bytes
-            traffic.received_bytes += sent_bytes  # as many come back
+            traffic.sent_bytes += moved.sent
+            traffic.received_bytes += moved.received
             if meter.observers:
-                meter.tell("on_reduce", sent_bytes)
+                meter.tell("on_reduce", moved.sent)
         return frame
 
     def lacking(self) -> Iterator[str]:

@@ -61,7 +61,14 @@ class Unsharded:
         numel = block_padded(layout.unsharded_numel, self._block_size)
         return new_buffer(numel, self.dtype, self._device, self._pool)
 
-    def serves(self, dtype: torch.dtype, pool: PagePool | None, is_decoded: bool) -> bool:
+    def serves(
+        self,
+        dtype: torch.dtype,
+        pool: PagePool | None,
+        block_size: int | None,
+        *,
+        is_decoded: bool,
+    ) -> bool:
         """Whether memory and leaves suit parameters that were replaced or moved meanwhile.
 
         Leaves that stay keep the gradients accumulated in them, and a graph that waits for its
@@ -71,9 +78,15 @@ class Unsharded:
         same = dtype == self.dtype and is_decoded == self._is_decoded and pool is self._pool
         return (
             same
+            and self._is_padded_for(block_size)
             and was_shard == self._computes_with_shard()
             and not (was_shard and self._transforms)
         )
+
+    def _is_padded_for(self, block_size: int | None) -> bool:
+        """Whether the ranks of a block could each keep an equal part of the memory."""
+        numel = block_padded(self.layout.unsharded_numel, block_size)
+        return block_size is None or numel == self.buffer.tensor.numel()
 
     def follow(self) -> None:
         """Use the shards as they are now."""

@@ -145,6 +145,8 @@ class GroupInfo:
 
         The root names its groups when it first runs or is first described: after hooks ran and
         storages were bound, and before codecs are. Before that, this raises a ``PluginError``.
+        A unit on which ``unshard()`` is called even earlier binds its codecs without a name, and
+        again once the root has named it; ``identity.is_named`` says which it is.
         """
         if not self.identity.is_named:
             shown = ", ".join(p.fqn for p in self.parameters[:4])
@@ -308,8 +310,10 @@ class BoundReduceCodec(Measured, ABC):
     def begin(self, present: frozenset[int]) -> None:
         """Called when a reduction starts, with the indices of parameters that have a gradient.
 
-        The indices are the same on all ranks. Called before :meth:`encode`, for codecs that carry
-        part of a gradient to the next reduction: the engine discards sums of other parameters.
+        Called before :meth:`encode`, for codecs that carry part of a gradient to the next
+        reduction: the engine discards sums of other parameters. Ranks may not have compared the
+        indices yet. Where they differ the step fails on all ranks and :meth:`decode_sum` and
+        :meth:`keep` are not called, so raise what depends on them in :meth:`keep`.
         """
 
     @abstractmethod

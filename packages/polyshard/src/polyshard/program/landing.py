@@ -20,6 +20,7 @@ from polyshard.errors import UnsupportedError
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.pages import PagePool
 from polyshard.program.accumulation import Accumulation
+from polyshard.program.ops import Traffic
 from polyshard.program.owned import Owned
 from polyshard.transport.base import DONE, Pending
 
@@ -101,10 +102,15 @@ class Landing:
             arriving[index] = (out, pending)
         return arriving
 
-    def sent_bytes(self, present: Collection[int], wire: torch.dtype) -> int:
-        """Bytes that leave this rank with gradients of these parameters."""
-        sent = [o.numel for i, o in self.owned.items() if i in present and not o.sums_shards()]
-        return sum(sent) * wire.itemsize
+    def traffic(self, present: Collection[int], wire: torch.dtype) -> Traffic:
+        """Bytes that leave and reach this rank with gradients of these parameters."""
+        sent = received = 0
+        for owned in (o for i, o in self.owned.items() if i in present):
+            if owned.sums_shards():
+                received += owned.arriving_numel
+            else:
+                sent += owned.numel
+        return Traffic(sent * wire.itemsize, received * wire.itemsize)
 
     def finish(self, arriving: Arriving, divisor: float, *, sums_replicas: bool) -> list[Owned]:
         """Wait, and put what landed in place; the parameters that got a gradient."""

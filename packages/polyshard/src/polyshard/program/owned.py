@@ -114,6 +114,11 @@ class Owned(OwnedParameter):
         """Elements of the whole gradient."""
         return self._placed.numel
 
+    @property
+    def arriving_numel(self) -> int:
+        """Elements that peers of the shard axis send to the rank that sums them."""
+        return (self._placed.world_size - 1) * self.numel
+
     # Gradients --------------------------------------------------------------------------------
 
     def sums_shards(self) -> bool:

@@ -102,8 +102,8 @@ class Table:
     """Those that land in rows, ascending."""
     blanks: list[tuple[int, int]]
     """Ranges of the sum that none of them fills."""
-    sent_bytes: dict[Key, int] = field(default_factory=dict)
-    """What leaves this rank, by program."""
+    traffic: dict[Key, Traffic] = field(default_factory=dict)
+    """What this rank moves, by program."""
 
 
 @dataclass
@@ -233,8 +233,8 @@ class Reducer:
         program = programs.get(key)
         if program is None:
             program = programs[key] = self.program(key, settings)
-        if key not in table.sent_bytes:
-            table.sent_bytes[key] = program.traffic(present).sent
+        if key not in table.traffic:
+            table.traffic[key] = program.traffic(present)
         frame = new_frame(program, lanes, self._roles.device)
         frame.gradients, frame.table, frame.present = gradients, table, table.rows
         frame.key = key
@@ -439,9 +439,9 @@ class Reducer:
             parts.complete.append(ended)
 
     def _sent(self, wire: torch.dtype, present: frozenset[int]) -> Traffic:
-        """Of rows, by each rank; as many bytes come back."""
-        nbytes = self._sums.sent_bytes(self._packing.stand_ins(self.table(present).rows, wire))
-        return Traffic(nbytes, nbytes)
+        """Of rows, by this rank."""
+        pieces, route = self._packing.stand_ins(self.table(present).rows, wire), self._sums
+        return Traffic(route.sent_bytes(pieces), route.received_bytes(pieces))
 
     def _send_payloads(
         self,
@@ -635,8 +635,7 @@ class Reducer:
             frame.has_placed = bool(placed)
 
         def sent(present: frozenset[int]) -> Traffic:
-            nbytes = landing.sent_bytes(present, key.wire)
-            return Traffic(nbytes, nbytes)
+            return landing.traffic(present, key.wire)
 
         if key.has_whole:
             reads = (Memory.GRADIENTS,)

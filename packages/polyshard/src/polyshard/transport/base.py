@@ -126,6 +126,10 @@ class ReduceRoute(ABC):
     def sent_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Return the bytes that this rank sends for these sources."""
 
+    def received_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """Return the bytes that reach this rank for them; by default, as many as it sends."""
+        return self.sent_bytes(sources)
+
     def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """Return the bytes used until the wait, without sources and sums.
 

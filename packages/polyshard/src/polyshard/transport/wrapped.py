@@ -61,6 +61,10 @@ class _Reduce(ReduceRoute):
         return self._inner.sent_bytes(sources)
 
     @override
+    def received_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        return self._inner.received_bytes(sources)
+
+    @override
     def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
         return self._inner.scratch_bytes(sources)
 

@@ -27,7 +27,8 @@ class Exclusions:
             differ by orders of magnitude and which are a thousandth of a transformer's bytes.
         min_numel: parameters with fewer elements are excluded.
         fqns: patterns of names, as of :mod:`fnmatch` (``"lm_head.*"``, ``"*.router.*"``); a name
-            counts from the outermost sharded module.
+            counts from the outermost sharded module. With patterns, what is unsharded by hand
+            before that module first runs or is described is not quantized: its names are not known.
 
     Raises:
         SettingError: for values that select nothing sensible.

@@ -128,6 +128,8 @@ class QuantizedGather(GatherCodec):
     @override
     def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundGather | None:
         """Decide for each parameter; a group with nothing to quantize stays native."""
+        if self._exclusions.fqns and not group.identity.is_named:
+            return None  # gathered by hand before the root gave names, which patterns ask for
         coverage = Coverage.of(group, layout, self.format, self._exclusions)
         smaller = group.param_dtype.itemsize <= group.orig_dtype.itemsize
         raw_dtype = group.param_dtype if smaller else group.orig_dtype

@@ -115,6 +115,15 @@ class GlooReduce(ReduceRoute):
         )
 
     @override
+    def received_bytes(self, sources: Sequence[Tensor | None]) -> int:
+        """The own rows of each peer."""
+        return sum(
+            len(self._peers) * extents.numels[self._rank] * source.itemsize
+            for source, extents in zip(sources, self._extents, strict=True)
+            if source is not None
+        )
+
+    @override
     def scratch_bytes(self, sources: Sequence[Tensor | None]) -> int:
         """What arrives beside the sum, which the first peer's is written to where dtypes allow."""
         return sum(
