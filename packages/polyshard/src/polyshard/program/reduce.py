@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard._torch.private import local_tensor
 from polyshard._torch.record_stream import owns_memory
-from polyshard.errors import CustomCommsError, GradientMismatchError, UnsupportedError
+from polyshard.errors import GradientMismatchError, UnsupportedError
 from polyshard.memory.buffers import Recycled
 from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.memory.pages import PagePool
@@ -59,7 +59,7 @@ from polyshard.program.packing import Averaging, Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.transport import all_gather, all_reduce, presence_of
 from polyshard.transport.base import DONE, ReduceRoute, Turn
-from polyshard.transport.custom import CustomReduce
+from polyshard.transport.custom import refuse_unused
 
 if TYPE_CHECKING:
     from polyshard.transport.gloo.presence import Difference, Presence
@@ -143,10 +143,6 @@ class Reducer:
             meter: is told what moves.
             landing: of gradients that land whole on an owner, if any do.
             pool: of pages on the CPU.
-
-        Raises:
-            CustomCommsError: for a custom reduce-scatter where gradients do not go through it.
-            UnsupportedError: for a dtype of gradients that their storage does not take.
         """
         self._contributions, self._is_checked = contributions, False
         self._plugin = contributions.plugin_of(contributions[REDUCE_CODEC])
@@ -158,8 +154,8 @@ class Reducer:
         self._route = axis.reduce_route(extents_of(self._layout, reduced=True), self._dtype)
         self._tables: dict[frozenset[int], Table] = {}
         if landing is not None:
-            plugin = contributions.plugin_of(contributions[LANDING])
-            self._refuse_custom(f"{plugin} sends them whole to owners")
+            by = contributions.plugin_of(contributions[LANDING])
+            refuse_unused(self._route, self._names(), f"{by} sends them whole to owners")
         self.rebind(codec)
         self._answers = overrides(self._route.answer, ReduceRoute.answer)
         # See [Note: reduction].
@@ -201,28 +197,15 @@ class Reducer:
         return self._codec
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
-        """Use another codec from now on; nothing is in flight, and programs are made anew.
-
-        Raises:
-            CustomCommsError: for a codec beside a custom reduce-scatter.
-        """
+        """Use another codec from now on; nothing is in flight, and programs are made anew."""
         if codec is not None:
-            self._refuse_custom(f"{self._plugin} encodes them for an exchange of payloads")
+            refuse_unused(self._route, self._names(), f"{self._plugin} encodes them")
         self._codec = self._coder = codec
         self._sums = self._route
         tree = self._route.in_tree() if codec is not None and codec.sums_in_tree else None
         if tree is not None:  # gradients travel as they are
             self._coder, self._sums = None, tree
         self._tables.clear()
-
-    def _refuse_custom(self, instead: str) -> None:
-        """Refuse a user's reduce-scatter that would not be called for all gradients."""
-        if isinstance(self._route, CustomReduce):
-            raise CustomCommsError(
-                f"set_custom_reduce_scatter() has no effect on gradients of {self._names()}: "
-                f"{instead}. Leave the custom reduce-scatter out (it may be set to None), or "
-                "shard this module without the plugin."
-            )
 
     def expects_nothing(self, *, all_reduces: bool) -> bool:
         """Whether a backward without a gradient of this group needs no reduction."""
