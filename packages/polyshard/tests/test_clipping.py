@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -315,3 +317,50 @@ def counted_sums() -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
         yield sums
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=list(MESHES))
+@ranks(4)
+def test_gradients_of_parameters_that_stay_gathered(
+    rank: int, size: int, shape: tuple[int, ...]
+) -> None:
+    """After backward, or after an evaluation that followed it."""
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
+    reference = reference_of(size)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+    for evaluates in (False, True):
+        model: Any = shard(build(**SMALL), fully_shard, mesh=mesh, reshard_after_forward=False)
+        stepped = dict(model.named_parameters())
+        model.set_reshard_after_backward(evaluates)
+        loss_of(model, tokens_for(0, rank)).backward()
+        if evaluates:
+            with torch.no_grad():
+                loss_of(model, tokens_for(1, rank))
+        assert any(held.grad is None for held in model.parameters())
+        for norm in (grad_norm(model.parameters()), clip_grad_norm_(model.parameters(), 0.05)):
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+        for name, parameter in reference.named_parameters():
+            gradient = stepped[name].grad
+            assert gradient is not None
+            torch.testing.assert_close(full(gradient), parameter.grad, msg=name)
+
+
+@ranks(2)
+def test_parameters_that_stay_gathered_are_saved_and_moved(rank: int, size: int) -> None:
+    """What leads from them to sharded ones is not in files, and in no one's way."""
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_reshard_after_backward(False)
+    model(torch.ones(1, 4)).sum().backward()
+    with io.BytesIO() as file:
+        torch.save(list(model.parameters()), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    for ours, theirs in zip(saved, model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert float(grad_norm(ours)) == 0.0
+    model.to(torch.float64)
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    other = copy.copy(model.weight)
+    assert float(grad_norm(other)) == 0.0
+    assert float(grad_norm(model.weight)) > 0.0

@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_codecs import BytesReduce, Codecs
 from toy_comms import CountingGather, CountingReduce
+from toy_landing import Landing
 from toy_models import assert_same_parameters, build, full, loss_of, shard, tokens_for, train
 
 import polyshard
-from polyshard import fully_shard
-from polyshard.errors import IneffectiveSettingWarning, LifecycleError
+from polyshard import Plugin, fully_shard, hookimpl
+from polyshard.errors import CustomCommsError, IneffectiveSettingWarning, LifecycleError
 from polyshard.module.schedule import own_unit
+from polyshard.plugins.seams import BoundReduceCodec, GroupInfo, ReduceCodec
+from polyshard.sharding.layout import GroupLayout
 from polyshard_testing import ranks
 
 
@@ -46,6 +50,43 @@ def test_custom_collectives_move_the_bytes(rank: int, size: int) -> None:
     assert (gather.calls, reduce.calls) == (6, 3)
     assert (gather.allocated, reduce.allocated) == (12, 6)
     assert "gloo-p2p with CountingGather, CountingReduce" in str(polyshard.describe(model))
+
+
+class OfLarge(Plugin, ReduceCodec):
+    """Encodes the gradients of groups with more than 16 elements."""
+
+    name = "of large"
+    settings = ""
+
+    @hookimpl
+    def polyshard_reduce_codec(self, group: GroupInfo) -> ReduceCodec:
+        return self
+
+    def bind(self, group: GroupInfo, layout: GroupLayout) -> BoundReduceCodec | None:
+        large = sum(p.chunk_numel for p in layout.parameters) * layout.world_size > 16
+        return BytesReduce(layout) if large else None
+
+
+@ranks(2)
+def test_a_custom_reduce_scatter_that_gradients_do_not_go_through(rank: int, size: int) -> None:
+    for plugin, reason in ((Codecs(), "'codecs'.* encodes"), (Landing(), "'landing'.* sends")):
+        model: Any = fully_shard(nn.Linear(4, 4), plugins=[plugin])
+        reduce = CountingReduce()
+        model.set_custom_reduce_scatter(reduce)
+        with pytest.raises(CustomCommsError, match=rf"no effect.*'weight', 'bias'.*{reason}"):
+            polyshard.describe(model)
+        with pytest.raises(CustomCommsError, match="has no effect"):
+            model(torch.ones(1, 4))
+        model.set_custom_reduce_scatter(None)
+        model(torch.full((1, 4), rank + 1.0)).sum().backward()
+        assert model.weight.grad is not None
+        assert reduce.calls == 0
+
+    small: Any = fully_shard(nn.Linear(1, 4), plugins=[OfLarge()])  # which it leaves alone
+    reduce = CountingReduce()
+    small.set_custom_reduce_scatter(reduce)
+    small(torch.ones(1, 1)).sum().backward()
+    assert reduce.calls == 1
 
 
 @ranks(2)

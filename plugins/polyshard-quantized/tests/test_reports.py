@@ -85,3 +85,16 @@ def test_reports(rank: int, size: int) -> None:
         value = model.get_parameter(name).full_tensor()
         relative = float((round_trip(value, Int8Block()) - value).norm() / value.norm())
         assert abs(errors[name] - relative) < 1e-6
+
+
+@ranks(2, 3)
+def test_errors_of_what_is_gathered(rank: int, size: int) -> None:
+    """Weights that stay gathered are measured where they rest; a tied one counts once."""
+    plugin = QuantizedComm()
+    model: Any = shard(build(), [plugin])
+    train(model, rank, steps=1)
+    expected = plugin.relative_errors(model)
+    model.set_reshard_after_backward(False)
+    loss_of(model, tokens_for(1, rank)).backward()
+    assert plugin.relative_errors(model) == expected
+    assert len(expected) > 2

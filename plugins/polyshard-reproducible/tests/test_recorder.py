@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,39 @@ def test_nothing_of_the_run_changes(rank: int, size: int) -> None:
         run.train(range(2, 3))  # recorded no longer
         assert {p.name: p.read_bytes() for p in Path(folder).iterdir()} == before
         assert list(read_run(Path(folder)).steps) == [0, 1, 2]
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of its input, beside it."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.up, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        return self.up(x), self.make(x)
+
+
+@ranks(1)
+def test_what_has_no_dense_memory_is_left_out(rank: int, size: int) -> None:
+    kinds: list[Any] = [
+        Tensor.to_sparse,
+        Tensor.to_sparse_csr,
+        lambda x: torch.nested.nested_tensor([x, x[:1]]),
+        lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        lambda x: torch.empty_like(x, device="meta"),
+    ]
+    for kind in kinds:
+        plugin = Reproducible(slots=1)
+        model: Any = fully_shard(Returns(kind), plugins=[plugin])
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+            warnings.simplefilter("ignore")  # torch's own, of what is a prototype or deprecated
+            with Recorder(folder, plugin, model):
+                for _ in plugin.each_slot(model, step=0):
+                    model(torch.ones(3, 4), kind(torch.ones(3, 4)))[0].sum().backward()
+            (step,) = read_run(Path(folder)).steps.values()
+        assert [key.name for key in step if key.phase == "activations"] == ["input 0", "output 0"]
 
 
 @ranks(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,3 +95,44 @@ def test_what_needs_a_gradient_is_not_data(rank: int, size: int) -> None:
     """A stage of a pipeline is handed activations, which may be divided."""
     model, _ = sharded()
     assert told(model, batch_of(rank).requires_grad_()) == []
+
+
+class WithMore(Block):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "CSR": Tensor.to_sparse_csr,
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "conjugate": lambda x: torch.complex(x, x).conj(),
+    "negative": lambda x: torch.complex(x, x).conj().imag,
+}
+
+
+@ranks(2)
+def test_inputs_that_are_not_dense(rank: int, size: int) -> None:
+    """They are left out, and views that have yet to be computed are read as their values."""
+    mesh = init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    for name, kind in KINDS.items():
+        with warnings.catch_warnings():  # torch's own, of what is a prototype or deprecated
+            warnings.simplefilter("ignore")
+            more, same = kind(batch_of(rank)), kind(batch_of(2))
+        is_compared = name in {"conjugate", "negative"}
+        for batch, given, differing in (
+            (batch_of(2), same, ""),
+            (batch_of(rank), same, "inputs (tensor 0 of the batch)"),
+            (batch_of(2), more, "inputs (tensor 1 of the batch)" * is_compared),
+        ):
+            torch.manual_seed(0)
+            model: Any = WithMore(0.0)
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            plugin = TensorParallel(plan, mesh=mesh["tp"])
+            plugin.apply(model)
+            fully_shard(model, mesh=mesh["dp"], plugins=[plugin])
+            texts = told(model, batch, more=given)
+            assert len(texts) == bool(differing), name
+            assert all(f"begin with different {differing}: each" in text for text in texts), name

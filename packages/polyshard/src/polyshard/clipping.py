@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from polyshard._torch.private import local_tensor, reaches_host
 from polyshard.errors import NonFiniteError, SettingError
+from polyshard.params.parameter import at_rest
 
 # [Note: equal meshes]
 # Meshes made alike are equal, and each has process groups of its own. torch remembers what the
@@ -86,7 +87,7 @@ def _measured(
 ) -> tuple[list[_Part], Tensor]:
     """What there is of gradients, and the norm of all."""
     _check_norm_type(norm_type)
-    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    tensors = resting(parameters)
     parts = _parts(tensors, _extra_groups(distinct_over), known)
     device = tensors[0].device if tensors else torch.device("cpu")
     return parts, _total_norm(parts, float(norm_type), tuple(distinct_over or ()), device)
@@ -161,16 +162,25 @@ def _scale(locals_: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
         torch._foreach_mul_(same, factor.to(same[0].device))
 
 
+def resting(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """``parameters``, each that modules hold gathered and without a gradient as its sharded form.
+
+    See [Note: from leaf to shard].
+    """
+    tensors = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [at_rest(t) if t.grad is None else t for t in tensors]
+
+
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """This rank's parts of the gradients that there are, in order."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in resting(parameters) if p.grad is not None]
     return [local_tensor(g) if isinstance(g, DTensor) else g for g in gradients]
 
 
 def _extra_groups(distinct_over: Distinct | None) -> dict[int, Groups]:
     found: dict[int, Groups] = {}
     for group, tensors in (distinct_over or {}).items():
-        for tensor in tensors:
+        for tensor in resting(tensors):
             found[id(tensor)] = (*found.get(id(tensor), ()), group)
     return found
 

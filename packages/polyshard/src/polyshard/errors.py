@@ -47,7 +47,11 @@ class ShardDimError(SettingError, AssertionError):
 
 
 class CustomCommsError(SettingError, AssertionError):
-    """An allocation setting beside custom transfers (torch raises ``AssertionError`` here)."""
+    """What custom transfers rule out, or what rules them out.
+
+    An allocation setting beside them (torch raises ``AssertionError`` here), or a plugin that moves
+    gradients by itself.
+    """
 
 
 class UnsupportedError(PolyshardError, ValueError, NotImplementedError):

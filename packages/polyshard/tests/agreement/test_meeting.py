@@ -21,7 +21,7 @@ from toy_models import build, loss_of, shard, tokens_for
 from polyshard import describe, fully_shard, hookimpl
 from polyshard.agreement import meeting
 from polyshard.agreement.board import Board
-from polyshard.agreement.meeting import meet, report_failure, start_again
+from polyshard.agreement.meeting import meet, report_failure, reporting, start_again
 from polyshard.errors import PlanMismatchError, SettingError
 from polyshard_testing import ranks
 
@@ -240,6 +240,19 @@ def test_whatever_happened_all_start_in_the_end(history: list[tuple[int, bool]])
 
 
 # On real ranks ------------------------------------------------------------------------------------
+
+
+def test_without_a_store_the_error_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that served it may have ended first, and its store with it."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", server.port, wait_for_workers=False)
+    monkeypatch.setattr(meeting, "open_board", lambda ranks: Board(client, "test", 0, (0, 1)))
+    client.set("reached", "yes")
+    del server
+    with pytest.raises(OSError, match="no room") as caught, reporting(lambda: [(0, 1)]):
+        raise OSError("no room")
+    (note,) = caught.value.__notes__
+    assert note.startswith("other ranks could not be told: Dist")
 
 
 @ranks(2)

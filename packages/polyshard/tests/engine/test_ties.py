@@ -500,3 +500,44 @@ def test_ignored_where_it_is_met_again(rank: int, size: int) -> None:
     fully_shard(model[0])
     fully_shard(model[1], ignored_params={original})
     assert model[1].weight is original
+
+
+class Twice(nn.Module):
+    """Two halves that contain the same module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = nn.Linear(3, 3)
+        self.first, self.second = (nn.Sequential(inner, nn.Linear(3, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["inner", "list"])
+def test_one_module_in_two_units(rank: int, size: int, way: str) -> None:
+    refused: Any = Twice()
+    fully_shard(refused.first)
+    for _ in range(2):  # at rest and gathered
+        pattern = r"module '0' \(Linear\) is in two units: unit '.+' took '0.weight' before"
+        with pytest.raises(ModuleError, match=pattern):
+            fully_shard(refused.second)
+        refused.first.unshard()
+
+    ours, reference = Twice(), Twice()
+    halves: list[Any] = [ours.first, ours.second]
+    if way == "list":
+        fully_shard(halves)
+    else:
+        fully_shard(ours.first[0])
+        for half in halves:
+            fully_shard(half)
+    fully_shard(ours)
+    ours(torch.ones(2, 3)).sum().backward()
+    reference(torch.ones(2, 3)).sum().backward()
+    for sharded, plain in zip(ours.parameters(), reference.parameters(), strict=True):
+        assert sharded.grad is not None
+        torch.testing.assert_close(full(sharded.grad), plain.grad)

@@ -121,6 +121,12 @@ MISUSES: dict[str, Callable[[Engine], Any]] = {
     "resharding to 8 of 4": lambda e: e(layer(), reshard_after_forward=8),
     "placement of another kind": lambda e: e(layer(), shard_placement_fn=lambda p: "rows"),
     "a dim that is not there": lambda e: e(layer(), shard_placement_fn=lambda p: Shard(2)),
+    "a dim that is not there, of replicas": lambda e: e(
+        layer(),
+        mesh=mesh(4, names=("dp",)),
+        dp_mesh_dims=DataParallelMeshDims(replicate="dp"),
+        shard_placement_fn=lambda p: Shard(2),
+    ),
     "half a protocol": lambda e: e(of_class(Half)),
     "a protocol of three": lambda e: e(of_class(Three))(torch.ones(1, 4)),
     "deepcopy": lambda e: copy.deepcopy(e(layer())),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from polyshard.clipping import resting
 from polyshard.errors import NonFiniteError
 from polyshard.plugins.seams import local_of
 from polyshard_reproducible.errors import ReproducibleError
@@ -53,7 +54,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor]) -> Tensor:
         ReproducibleError: for gradients that are pending sums, or whose rows are cut more than
             once.
     """
-    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    tensors = resting(parameters)
     parts = [_rows_of(p, p.grad) for p in tensors if p.grad is not None]
     if not parts:
         return torch.tensor(0.0, device="cpu")
@@ -76,7 +77,7 @@ def clip_grad_norm_(
         NonFiniteError: on every rank, when asked for; gradients are left as they are.
         ReproducibleError: as :func:`grad_norm`.
     """
-    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    tensors = resting(parameters)
     norm = grad_norm(tensors)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteError(

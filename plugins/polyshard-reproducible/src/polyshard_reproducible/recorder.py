@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from polyshard.engine.initial_values import is_dense
 from polyshard.engine.root import ROOT, unit_of
 from polyshard.engine.trees import tensors
 from polyshard_reproducible.clock import NOBODY, Watcher
@@ -39,7 +40,8 @@ class Recorder(Watcher):
     In each step it digests the parameters; the inputs of the model and what each sharded module
     returns, slot by slot; gradients when they are summed, and again when the optimizer gets them;
     and the optimizer's state after the step. Every rank writes 64 bits for each to a file of its
-    own: the digests of a run do not depend on how many ranks made it.
+    own: the digests of a run do not depend on how many ranks made it. Sparse, nested, quantized and
+    meta tensors are left out.
 
     Example::
 
@@ -206,6 +208,8 @@ class Recorder(Watcher):
             self._put(Key(phase, self._groups.get(parameter, UNSHARDED), name), value)
 
     def _put(self, key: Key, value: Tensor) -> None:
+        if value.is_meta or not is_dense(value):
+            return
         part = part_of(value)
         if part is None:
             raise ReproducibleError(

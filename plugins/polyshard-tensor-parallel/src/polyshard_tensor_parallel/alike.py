@@ -5,8 +5,8 @@ Every rank of a tensor-parallel group computes its part of one result, so all of
 inputs, and the same masks where dropout acts on what they hold alike. If they are seeded or fed as
 data-parallel ranks are, nothing fails: sums over the group mix what belongs to different batches.
 So the first forward in training compares what the outermost module is given, and the state of the
-random numbers if anything drops out. Later ones are not compared: a data loader that takes the
-wrong rank does so from the first batch on.
+random numbers if anything drops out. Sparse, nested and quantized tensors are left out. Later
+forwards are not compared: a data loader that takes the wrong rank does so from the first batch on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from polyshard.agreement.meeting import agree
-from polyshard.engine.initial_values import checksum, in_hex
+from polyshard.engine.initial_values import checksum, in_hex, is_dense
 from polyshard.errors import DifferentValuesWarning
 
 RANDOM = "random numbers, though modules drop out"
@@ -75,7 +75,7 @@ def _notes(module: nn.Module, given: Any) -> Iterator[tuple[str, str]]:
     tensors = [t for t in tree_leaves(given) if type(t) is Tensor]
     for index, tensor in enumerate(tensors):
         # What a pipeline hands on needs a gradient, and may be divided.
-        if not (tensor.requires_grad or tensor.is_meta):
+        if is_dense(tensor) and not (tensor.requires_grad or tensor.is_meta):
             yield f"inputs (tensor {index} of the batch)", in_hex(checksum(tensor))
     if module.training and any(_drops(m) for m in module.modules()):
         yield RANDOM, in_hex(checksum(_random_state(tensors)))

@@ -126,7 +126,10 @@ def reporting(audiences: Audiences) -> Iterator[None]:
     except Exception as error:
         # By a block inside this one; of processes that ended, the alarm tells.
         if not (getattr(error, _TOLD, False) or isinstance(error, PeerError)):
-            report_failure(audiences, error)
+            try:
+                report_failure(audiences, error)
+            except Exception as gone:  # the store may have ended: the error itself counts
+                error.add_note(f"other ranks could not be told: {said_of(gone)}")
             setattr(error, _TOLD, True)
         raise
 

@@ -14,7 +14,7 @@ from polyshard._torch.engine_state import is_replicated
 from polyshard._torch.newer import told_by_spmd_types
 from polyshard._torch.private import has_fsdp_protocol, local_tensor
 from polyshard.engine.root import unit_of
-from polyshard.engine.ties import Shared, Terms, shared
+from polyshard.engine.ties import Shared, Terms, check_module, shared
 from polyshard.errors import ModuleError, PluginError, SettingError, UnsupportedError
 from polyshard.params.parameter import Form, Owner, Source
 from polyshard.plugins.discovery import stand_in
@@ -120,13 +120,18 @@ class Collector:
         return id(parameter) not in self._ignored
 
     def sources(self, roots: Sequence[nn.Module]) -> list[Source]:
-        """Every parameter the unit takes, in the order modules list them."""
+        """Every parameter the unit takes, in the order modules list them.
+
+        Raises:
+            ModuleError: for a module of an earlier unit.
+        """
         owners: dict[int, list[Owner]] = {}
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, module in managed_modules(roots):
             for name, parameter in module._parameters.items():
                 if parameter is None or not self.takes(parameter):
                     continue
+                check_module(f"{prefix}{name}", module, parameter)
                 owner = Owner(module, name)
                 if owner not in owners.setdefault(id(parameter), []):
                     owners[id(parameter)].append(owner)

@@ -114,6 +114,14 @@ def checksum(tensor: Tensor) -> Tensor:
     return _mixed(torch.cat([blocks, words[whole:]]))
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of ``tensor`` lie at strides in memory, so that their bits can be read.
+
+    Not so of sparse, nested and quantized tensors, and of those in a library's own layout.
+    """
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
 def in_hex(checksum: Tensor) -> str:
     """Sixteen digits."""
     return f"{int(checksum) & (1 << 64) - 1:016x}"
@@ -131,7 +139,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bytes of ``tensor`` as int64 ``[words]``; the last word is filled up with zeros."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() % 8 or flat.storage_offset() % 8 or flat.data_ptr() % 8:
         padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
         padded[: flat.numel()] = flat

@@ -27,7 +27,7 @@ from polyshard._torch.private import tag_managed_module
 from polyshard.engine.unit import Unit
 from polyshard.errors import ModuleError
 from polyshard.group.group import ParameterGroup
-from polyshard.params.parameter import Owner, Source
+from polyshard.params.parameter import Owner, Source, at_rest
 
 MARK = "_polyshard_taken"
 TermsOf = Callable[[nn.Parameter], "Terms"]
@@ -51,7 +51,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Taken:
-    """On an original parameter: the group that holds its sharded form, and on which terms."""
+    """On an original parameter: the group that holds its sharded form, and on which terms.
+
+    And on the modules that registered it.
+    """
 
     group: weakref.ref[ParameterGroup]
     terms: Terms
@@ -73,9 +76,30 @@ class Shared:
 
 def mark(group: ParameterGroup, sources: Iterable[Source], terms: TermsOf) -> None:
     """Leave on the originals that ``group`` took them."""
-    for original in (source.parameter for source in sources):
+    for source in sources:
+        original = source.parameter
         taken = Taken(weakref.ref(group), terms(original), _version(original))
         setattr(original, MARK, taken)
+        for owner in source.owners:
+            owner.module.__dict__[MARK] = taken
+
+
+def check_module(fqn: str, module: nn.Module, parameter: nn.Parameter) -> None:
+    """Refuse a module that an earlier unit has, by one of its parameters.
+
+    Raises:
+        ModuleError: naming the module and that unit.
+    """
+    taken: Taken | None = module.__dict__.get(MARK)
+    group = None if taken is None else taken.group()
+    if group is None or all(at_rest(parameter) is not p.parameter for p in group.shards.parameters):
+        return
+    path, _, _ = fqn.rpartition(".")
+    raise ModuleError(
+        f"module '{path}' ({type(module).__name__}) is in two units: unit '{group.name}' took "
+        f"'{fqn}' before. Call fully_shard on this module itself before the modules that share it, "
+        "or pass those to one call as a list."
+    )
 
 
 def shared(

@@ -68,7 +68,10 @@ class CommunicationSettings(TorchFSDPModule):
 
     @override
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Have ``comm`` reduce this unit's gradients, through one flat buffer it allocates."""
+        """Have ``comm`` reduce this unit's gradients, through one flat buffer it allocates.
+
+        The next forward raises ``CustomCommsError`` where a plugin moves gradients by itself.
+        """
         for group in own_groups(self, recurse=False):
             group.set_comms(replace(group.comms, reduce_scatter=comm))
 

@@ -10,6 +10,8 @@ the other with the modules is a dictionary write, prepared once.
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -228,3 +230,38 @@ class ShardedParameter:
         if spec is None:
             spec = self._specs[local.dtype] = self._form.spec(local.dtype)
         return wrap_local(local, spec)
+
+
+# [Note: from leaf to shard]
+# Modules may hold an unsharded leaf after a backward (one that does not reshard, or an evaluation
+# since), and what they list has no gradient then: that of the sharded parameter has it. So a leaf
+# knows its sharded parameter, by an attribute. A weak reference to a leaf would do without one,
+# but torch swaps no tensor that has any. The attribute may be copied to other tensors with what
+# users keep on a parameter, so it says whose it is.
+_SHARD = "_polyshard_shard"
+
+
+class _Origin:
+    """The sharded parameter of the leaf with this identity."""
+
+    def __init__(self, leaf: Tensor, sharded: ShardedParameter) -> None:
+        self.leaf, self.sharded = id(leaf), weakref.ref(sharded)
+
+    @override
+    def __reduce__(self) -> tuple[type[OrderedDict[str, object]], tuple[()]]:
+        """A leaf that is saved loads without it: as a class that loading weights permits."""
+        return OrderedDict, ()
+
+
+def note_origin(leaf: nn.Parameter, sharded: ShardedParameter) -> None:
+    """Have :func:`at_rest` find ``sharded`` for its unsharded form."""
+    leaf.__dict__[_SHARD] = _Origin(leaf, sharded)
+
+
+def at_rest(tensor: Tensor) -> Tensor:
+    """The sharded parameter of an unsharded leaf; others are returned. See the note above."""
+    origin = tensor.__dict__.get(_SHARD)
+    if not isinstance(origin, _Origin) or origin.leaf != id(tensor):
+        return tensor
+    sharded = origin.sharded()
+    return tensor if sharded is None else sharded.parameter

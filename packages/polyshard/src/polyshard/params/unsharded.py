@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyshard.memory.buffers import Buffer, FixedBuffer, new_buffer
 from polyshard.memory.pages import PagePool
+from polyshard.params.parameter import note_origin
 from polyshard.params.sharded import Shards
 from polyshard.plugins.transforms import TransformStack
 from polyshard.sharding.layout import block_padded
@@ -97,6 +98,7 @@ class Unsharded:
         self.buffer.acquire()
         for leaf, sharded in zip(self.leaves, self._shards.parameters, strict=True):
             leaf.__dict__.update(sharded.parameter.__dict__)
+            note_origin(leaf, sharded)
 
     def _leaf(self, index: int) -> nn.Parameter:
         sharded = self._shards.parameters[index].parameter
@@ -105,6 +107,7 @@ class Unsharded:
             view = self._unflattened(view, index)
         leaf = nn.Parameter(view, requires_grad=sharded.requires_grad)
         leaf.__dict__.update(sharded.__dict__)
+        note_origin(leaf, self._shards.parameters[index])
         return leaf
 
     def _view(self, index: int) -> Tensor:

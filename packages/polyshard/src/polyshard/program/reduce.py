@@ -47,7 +47,7 @@ from polyshard.memory.own_storage import own_storage_of_gradient
 from polyshard.memory.pages import PagePool
 from polyshard.memory.streams import Lanes
 from polyshard.params.sharded import Shards
-from polyshard.plugins.contributions import REDUCE_CODEC, STORAGE, Contributions
+from polyshard.plugins.contributions import LANDING, REDUCE_CODEC, STORAGE, Contributions
 from polyshard.plugins.seams import BoundReduceCodec, ShardStorage, overrides
 from polyshard.plugins.validation import wordless
 from polyshard.program.accumulation import Accumulation, Slot, part_of
@@ -59,6 +59,7 @@ from polyshard.program.packing import Averaging, Packing, extents_of
 from polyshard.program.unshard import ShardAxis, join
 from polyshard.transport import all_gather, all_reduce, presence_of
 from polyshard.transport.base import DONE, ReduceRoute, Turn
+from polyshard.transport.custom import refuse_unused
 
 if TYPE_CHECKING:
     from polyshard.transport.gloo.presence import Difference, Presence
@@ -152,6 +153,9 @@ class Reducer:
         self._packing = Packing(self._layout, axis.rank, pool)
         self._route = axis.reduce_route(extents_of(self._layout, reduced=True), self._dtype)
         self._tables: dict[frozenset[int], Table] = {}
+        if landing is not None:
+            by = contributions.plugin_of(contributions[LANDING])
+            refuse_unused(self._route, self._names(), f"{by} sends them whole to owners")
         self.rebind(codec)
         self._answers = overrides(self._route.answer, ReduceRoute.answer)
         # See [Note: reduction].
@@ -194,6 +198,8 @@ class Reducer:
 
     def rebind(self, codec: BoundReduceCodec | None) -> None:
         """Use another codec from now on; nothing is in flight, and programs are made anew."""
+        if codec is not None:
+            refuse_unused(self._route, self._names(), f"{self._plugin} encodes them")
         self._codec = self._coder = codec
         self._sums = self._route
         tree = self._route.in_tree() if codec is not None and codec.sums_in_tree else None

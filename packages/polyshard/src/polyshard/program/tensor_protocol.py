@@ -35,7 +35,7 @@ from polyshard.errors import (
     ProtocolError,
     UnsupportedError,
 )
-from polyshard.params.parameter import Source
+from polyshard.params.parameter import Source, note_origin
 from polyshard.params.protocol_shards import ProtocolShards
 from polyshard.params.sharded import Shards
 from polyshard.plugins.contributions import GATHER_CODEC, LANDING, STORAGE, Contributions, Role
@@ -368,6 +368,8 @@ class ProtocolGather(Gather):
             self._members.append(member)
         self.payload_bytes = nbytes
         self.leaves = [member.leaf for member in self._members]
+        for leaf, sharded in zip(self.leaves, shards.parameters, strict=True):
+            note_origin(leaf, sharded)
         storages = (storage for member in self._members for storage in member.storages())
         self.buffer = ProtocolBuffer({storage._cdata: storage for storage in storages})
         self._payload = torch.zeros(nbytes, dtype=torch.uint8, device=device)

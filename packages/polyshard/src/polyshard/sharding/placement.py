@@ -64,7 +64,7 @@ def resolve_placement(answer: object, fqn: str, value: Tensor, roles: MeshRoles)
         SettingError: for other answers, and dims the parameter does not have.
     """
     placement, roles = _unpacked(answer, fqn, roles)
-    if isinstance(placement, Replicate) or roles.shard_axis is None:
+    if isinstance(placement, Replicate):
         return Placed(None, roles.whole())
     if value.ndim == 0:
         if placement is not None:
@@ -74,16 +74,21 @@ def resolve_placement(answer: object, fqn: str, value: Tensor, roles: MeshRoles)
                     "has no dims and stays whole on every rank"
                 ]
             )
-        return Placed(None, roles)
+        return _placed(None, roles)
     if placement is None:
-        return Placed(0, roles)
+        return _placed(0, roles)
     dim = placement.dim + value.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < value.ndim:
         raise ShardDimError(
             f"shard_placement_fn returned {placement!r} for '{fqn}', which has {value.ndim} dims "
             f"{tuple(value.shape)}."
         )
-    return Placed(dim, roles)
+    return _placed(dim, roles)
+
+
+def _placed(dim: int | None, roles: MeshRoles) -> Placed:
+    """At ``dim``, which is checked on every mesh, also on one without an axis to shard over."""
+    return Placed(None, roles.whole()) if roles.shard_axis is None else Placed(dim, roles)
 
 
 def _unpacked(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from polyshard.errors import SettingError
+from polyshard.errors import CustomCommsError, SettingError
 from polyshard.memory.streams import streams_of
 from polyshard.transport.base import (
     Extents,
@@ -221,6 +221,20 @@ class CustomReduce(ReduceRoute):
         if self._alike is not None:
             share = partial(share_first, self._alike.of(sources, outs), self._group)
         return _Arriving(work, targets, list(summed.split(sizes)), packed, share)
+
+
+def refuse_unused(route: ReduceRoute, names: Sequence[str], instead: str) -> None:
+    """Refuse a user's reduce-scatter that would not be called for all gradients of ``names``.
+
+    Raises:
+        CustomCommsError: saying what happens ``instead``.
+    """
+    if isinstance(route, CustomReduce):
+        raise CustomCommsError(
+            f"set_custom_reduce_scatter() has no effect on gradients of {list(names)}: {instead}. "
+            "Leave the custom reduce-scatter out (it may be set to None), or shard this module "
+            "without the plugin."
+        )
 
 
 def _fill(rows: Tensor, source: Tensor, chunk_numel: int) -> None:
