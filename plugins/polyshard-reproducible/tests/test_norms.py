@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from polyshard import fully_shard
 from polyshard._torch.private import strided_shard
 from polyshard.errors import NonFiniteError
 from polyshard.sharding.layout import chunk_bounds
 from polyshard_reproducible import ReproducibleError, clip_grad_norm_, grad_norm
-from polyshard_testing import World
+from polyshard_testing import World, ranks
 
 SHAPES = ((37, 20), (5,), (), (1, 6), (0, 4), (3, 3, 7), (2000,))
 
@@ -143,3 +144,14 @@ def refuse_other_orders(rank: int, size: int) -> None:
 
 def test_rows_that_are_cut_twice_are_refused(world4: World) -> None:
     world4.run(refuse_other_orders)
+
+
+@ranks(2)
+def test_clipping_while_parameters_stay_gathered(rank: int, size: int) -> None:
+    model: Any = fully_shard(nn.Linear(5, 3))
+    stepped = list(model.parameters())
+    model.set_reshard_after_backward(False)
+    model(torch.ones(1, 5)).sum().backward()  # gradients of ones
+    norm = math.sqrt(18.0)
+    assert float(clip_grad_norm_(model.parameters(), norm / 2)) == pytest.approx(norm)
+    assert float(grad_norm(stepped)) == pytest.approx(norm / 2)

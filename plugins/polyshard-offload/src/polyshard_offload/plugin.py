@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polyshard import CPUOffloadPolicy, Plugin, grad_norm, hookimpl
+from polyshard.clipping import resting
 from polyshard.plugins.seams import GroupInfo, StorageFactory, local_of
 from polyshard_offload.__about__ import __version__
 from polyshard_offload.errors import OffloadError
@@ -207,7 +208,7 @@ class Offload(Plugin):
         """
         if self.step_in_backward:
             raise OffloadError(MESSAGE)
-        every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        every = resting(parameters)
         norm = self.grad_norm(every, norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not bool(factor == 1.0):  # also if it is not a number

@@ -231,3 +231,16 @@ def test_norms_follow_a_gradient_scaler(rank: int, size: int, tmp_path: Path) ->
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+
+
+@ranks(2)
+def test_clipping_while_parameters_stay_gathered(rank: int, size: int, tmp_path: Path) -> None:
+    offload = make(FAR[0], str(tmp_path))
+    model: Any = sharded_toy(offload)
+    stepped = list(model.parameters())
+    model.set_reshard_after_backward(False)
+    loss_of(model, tokens_for(0, rank)).backward()
+    first = offload.clip_grad_norm_(model.parameters(), 1e9)
+    assert float(first) > 0.0
+    assert torch.equal(offload.clip_grad_norm_(model.parameters(), float(first) / 2), first)
+    torch.testing.assert_close(offload.grad_norm(stepped), first / 2)
