@@ -8,8 +8,8 @@ received theirs, through an identity in the graph) reduces and frees. A unit non
 require grad has no such identity; the callback at the end of the whole backward reduces it.
 
 An output may be a view: of what a linear layer computes from three dims, say. Changing it in place
-(``y += x``) makes it another node of the graph, and the hook stays with the old one. So what it is
-a view of is hooked as well, if the unit computed that.
+(``y += x``) makes it another node of the graph, and a hook would stay with the old one. So what it
+is a view of is hooked instead, if the unit computed that.
 
 [Note: calls in calls]
 A module may call itself, or a method that ``register_fsdp_forward_method`` has wrapped. The unit
@@ -267,11 +267,15 @@ class UnitHooks:
         for tensor in tensors(output):
             if tensor.requires_grad:
                 finalization.is_busy = True
-                tensor.register_hook(watch)
-                base = None if is_transformed else tensor._base
-                if base is not None and is_made_since(self._unit.first_node, base):
-                    base.register_hook(watch)  # see [Note: hooks]: the view may be changed in place
+                self._lasting(tensor, is_transformed).register_hook(watch)
         return self._watch_transformed(output) if is_transformed else output
+
+    def _lasting(self, output: Tensor, is_transformed: bool) -> Tensor:
+        """What a hook on ``output`` is kept by if that is changed in place. See [Note: hooks]."""
+        base = output._base
+        if base is None or is_transformed or not is_made_since(self._unit.first_node, base):
+            return output
+        return base
 
     def _watch_transformed(self, output: Any) -> Any:
         """Watch outputs that require no grad as far as the transform shows."""
