@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from polyshard.engine.root import groups_of
+from polyshard.params.parameter import at_rest
 from polyshard.sharding.layout import ParameterShape, plan_layout
 from polyshard_quantized.formats.base import BlockFormat
 from polyshard_quantized.layout.payload import plan_payload
@@ -52,7 +52,8 @@ def relative_errors(model: nn.Module, formats: Mapping[str, BlockFormat]) -> dic
     """
     names, sums, meshes = [], [], []
     with torch.no_grad():
-        for name, parameter in _parameters_at_rest(model):
+        for name, held in model.named_parameters():
+            parameter = at_rest(held)
             if name not in formats or not isinstance(parameter, DTensor):
                 continue
             # Data-parallel axes come first; blocks are cut along the dim that they shard.
@@ -73,20 +74,3 @@ def relative_errors(model: nn.Module, formats: Mapping[str, BlockFormat]) -> dic
         error, norm = total.tolist()
         found[name] = math.sqrt(error / norm) if norm else 0.0
     return found
-
-
-def _parameters_at_rest(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters by name: of sharded ones the shards, also while modules hold them gathered."""
-    shards = {
-        (owner.module, owner.name): sharded.parameter
-        for group in groups_of(model)
-        for sharded in group.shards.parameters
-        for owner in sharded.owners
-    }
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, held in module.named_parameters(recurse=False):
-            parameter = shards.get((module, name), held)
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{prefix}.{name}" if prefix else name, parameter
