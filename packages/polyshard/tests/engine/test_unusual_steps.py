@@ -397,3 +397,26 @@ def test_memory_of_a_transfer_that_failed_is_not_given_away(rank: int, size: int
     model.reset_iter_state()
     model(x).sum().backward()
     assert storage.nbytes() == 0
+
+
+@ranks(2)
+def test_memory_of_a_gather_that_could_not_begin_goes_back(rank: int, size: int) -> None:
+    model: Any = fully_shard(linear())
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    (group,) = own_unit(model).groups
+    storage = group.prepare().buffer.tensor.untyped_storage()
+
+    def start(*_: Any) -> Any:
+        await_all("gathers", size)  # none is told of another's failure before it has its own
+        raise ConnectionError("no route")
+
+    with (
+        mock.patch.object(type(group.prepare().gather.route), "start", start),
+        pytest.raises(ConnectionError, match="no route"),
+    ):
+        model(x)
+    assert storage.nbytes() == 0
+    model.reset_iter_state()
+    model(x).sum().backward()
+    assert storage.nbytes() == 0

@@ -379,9 +379,9 @@ class ParameterGroup:
             program = self._program_of_block(generation)
         if meter.step_observers:
             meter.tell("on_start", "gather")
-        frame = new_frame(program, self.lanes, self.device)
+        # Kept before it runs: should the start raise, `abandon` gives back what it has taken.
+        self._gathering = frame = new_frame(program, self.lanes, self.device)
         run(frame, program.cut, self._part, "polyshard.unshard")
-        self._gathering = frame
         self.state = State.GATHERING  # only now: a start that raised leaves the group sharded
         self.promised_at_step = None
         self._made, self.made_at_step = turn.number, turn.steps  # as in `vouch()`
