@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from polyshard.agreement.board import Board
 from polyshard_resilience.alarm.alarm import Alarm
-from polyshard_resilience.alarm.cuts import KEPT, NOTHING_BROKEN, Cuts
+from polyshard_resilience.alarm.cuts import KEPT, NOTHING_BROKEN, Cuts, Epochs
 from polyshard_resilience.alarm.reports import Cause, Report
 
 LATE_SECONDS = 0.3
@@ -51,6 +51,21 @@ def test_groups_out_of_step() -> None:
     assert not cuts.read(store)
 
 
+def test_the_first_to_ask_says_what_all_repair() -> None:
+    store, cuts, key = dist.HashStore(), Cuts("alarm"), Epochs("alarm").repaired(1)
+    cuts.add(store, 1)
+    cuts.aborted(store, ["a/0", "b/0"])
+    first, agreed = cuts.agree(store, key)
+    assert first == agreed
+    assert agreed.cut == {1}
+    cuts.add(store, 2)
+    late, agreed = cuts.agree(store, key)
+    assert late.cut == {1, 2}
+    assert agreed == first
+    assert first <= late
+    assert not late <= agreed
+
+
 def test_what_was_compared_is_forgotten() -> None:
     store, cuts = dist.HashStore(), Cuts("alarm")
     for epoch in range(4 * KEPT):
@@ -79,5 +94,11 @@ def test_those_who_recover_wait_until_all_have_come_to_their_epoch(
         failed.begin_anew()
         assert failed.epoch == other.epoch == 2
         assert asked.result().cut == failed.broken_groups().cut == {0}
+        other.ring(Report(1, Cause.RAISED, "rank 1 failed"))
+        other.begin_anew()
+        asked = pool.submit(other.broken_groups)
+        time.sleep(LATE_SECONDS)
+        other.ring(Report(1, Cause.RAISED, "rank 1 failed again"))
+        assert asked.result(PATIENT_SECONDS / 2) == NOTHING_BROKEN
     for alarm in (failed, other):
         alarm.courier.close(1.0)

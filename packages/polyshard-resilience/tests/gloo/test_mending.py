@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ WIDTH = 8
 PATIENT_SECONDS = 10.0
 """Far below the time-out of the process group (60 s)."""
 LATE_SECONDS = 3.0
-"""More than ranks wait for others that recover."""
+"""More than ranks take to repair their groups."""
+SHORT_SECONDS = 0.1
+"""Less than a rank that is late takes to come."""
 HEARD_SECONDS = 0.5
 """After which every rank has learned of a failure."""
 
@@ -165,33 +169,44 @@ def one_dies_and_one_is_late(rank: int, size: int) -> None:
             assert total.item() == 2
 
 
-def one_hears_late(rank: int, size: int) -> None:
-    """Rank 0 cuts its groups when others have stopped waiting for it: all fail once more.
+def some_come_late(rank: int, size: int, late: str) -> None:
+    """The ranks ``late`` cut their groups when others have begun without them: all fail once more.
 
-    Why the connection to it broke then, and to which rank, no other can say.
+    With rank 0 alone, rank 1 waits for it in a collective then: why that connection broke, and to
+    which rank, no other can say. With ranks 0 and 3, the others gather: each waits for a late rank,
+    which must not wait for them to repair groups.
     """
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = build(mesh)
     expected = train(model)
-    await_all("trained", size)
-    model[0].raises = "forward" if rank == 1 else ""
-    if rank == 0:
-        time.sleep(LATE_SECONDS)
-        with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
-    else:
-        with pytest.raises(ArithmeticError if rank == 1 else PeerError):
-            train(model)
-    model[0].raises = ""
-    for _ in range(5):  # two, unless ranks are late once more
-        try:
+    is_late = str(rank) in late
+
+    def fail(*_: Any) -> None:
+        await_all("there", size)
+        if not is_late:
+            raise ArithmeticError("on purpose")
+        await_all("begun", size)
+        time.sleep(HEARD_SECONDS)  # until others wait for it, in other groups
+        dist.all_reduce(torch.ones(1))
+
+    with (
+        model[0].linear.register_forward_pre_hook(fail),
+        pytest.raises(PeerError if is_late else ArithmeticError),
+    ):
+        train(model)
+    if not is_late:
+        with mock.patch("polyshard_resilience.alarm.alarm.ACCOUNT_SECONDS", SHORT_SECONDS):
             model.reset_iter_state()
-            model.zero_grad()
-            found = train(model)
+        await_all("begun", size)
+        begin = time.monotonic()
+        with pytest.raises(PeerError):
+            train(model)
+        assert time.monotonic() - begin < PATIENT_SECONDS
+    for _ in range(5):  # two, unless ranks are late once more
+        with suppress(PeerError):
+            model.reset_iter_state()
             break
-        except RuntimeError:  # PeerError, or torch's own in the barrier
-            continue
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    model.zero_grad()
     works(model, mesh, expected)
 
 
@@ -225,8 +240,9 @@ def test_a_survivor_that_is_late() -> None:
     assert "the process ended without an answer" in str(caught.value)
 
 
-def test_a_rank_that_hears_late_is_heard_by_all() -> None:
-    run_alone(one_hears_late)
+@pytest.mark.parametrize("late", ["0", "03"])
+def test_ranks_that_come_late_are_heard_by_all(late: str) -> None:
+    run_alone(some_come_late, late)
 
 
 @ranks(2)

@@ -57,7 +57,7 @@ LOOKS_FOR_OLD = 8
 """One of so many also finds a report that the store keeps no more."""
 EXPLAIN_SECONDS = 0.5
 """How long a rank whose connection broke waits for another to say why."""
-ACCOUNT_SECONDS = 2.0
+ACCOUNT_SECONDS = 5.0
 """How long a rank that recovers waits for others to do so."""
 LEAVING = (SystemExit, KeyboardInterrupt)
 """They end the process, unless they are caught on the way."""
@@ -206,19 +206,31 @@ class Alarm:
         Waits until all ranks have come to the epoch that this one has entered, if they will, for
         :data:`ACCOUNT_SECONDS` at most. So ranks that fail again, all of them, do so in one epoch.
         Asked once after each failure.
+
+        Raises:
+            PeerError: when others have begun without what this rank has cut since.
         """
         report, self._left = self._left, None
         if self.board is None or report is None:
             return NOTHING_BROKEN
-        key = self._epochs.come(self.epoch)
+        come, repaired = self._epochs.come(self.epoch), self._epochs.repaired(self.epoch)
         stopped = {report.rank} if report.cause is Cause.STOPPED else set()
         silent = self.gone.keys() | stopped | self.away
         for _ in _moments(ACCOUNT_SECONDS):
-            if int(self.courier.look(key) or 0) >= len(self.board.ranks) - len(silent):
+            if int(self.courier.look(come) or 0) >= len(self.board.ranks) - len(silent):
                 break
-        with suppress(UnansweredError):
-            return self.courier.ask(self._cuts.read, ANSWER_SECONDS)
-        return NOTHING_BROKEN
+            if self.report is not None:  # of another failure, after which this is asked again
+                return NOTHING_BROKEN
+        cuts = self._cuts
+        try:
+            broken, agreed = self.courier.ask(lambda s: cuts.agree(s, repaired), ANSWER_SECONDS)
+        except UnansweredError:
+            return NOTHING_BROKEN
+        if broken <= agreed:
+            return agreed
+        text = f"rank {self.rank} came to repair process groups {broken} when others had begun"
+        self.ring(Report(self.rank, Cause.RAISED, text))
+        raise self.because("process groups could not be repaired")
 
     def say_cut(self) -> None:
         """The process groups of this rank are broken."""

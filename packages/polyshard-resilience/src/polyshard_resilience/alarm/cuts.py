@@ -6,7 +6,9 @@ of them connect anew (:mod:`polyshard_resilience.mending`). So a rank that cuts 
 and takes that back when its groups are repaired. Others may read the list once no rank can cut any
 more: a rank cuts only until it enters the next epoch. Ranks that recover wait until all have come
 to theirs (ranks that were told again of one failure leave several behind). They do not wait long
-for a rank that is busy elsewhere. What it cuts later is in the list at the next failure.
+for a rank that is busy elsewhere: the first to look says what all ranks of the epoch repair. A rank
+that comes later and finds more broken than that lets all fail once more. Were it to repair that
+now, it would wait for ranks that wait for it in the next step.
 
 [Note: out of step] A group in which no rank waits can be broken as well. A rank that was told of a
 failure after it had begun a collective, and before it needed the result, leaves messages behind
@@ -22,6 +24,7 @@ end stays as well.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -51,14 +54,18 @@ class Epochs:
         """The key that counts the ranks that have entered ``epoch``."""
         return f"{self.prefix}/come/{epoch}"
 
+    def repaired(self, epoch: int) -> str:
+        """The key that says what the ranks of ``epoch`` repair."""
+        return f"{self.prefix}/repaired/{epoch}"
+
     def end(self, store: dist.Store, epoch: int, text: str) -> str:
         """End ``epoch`` with a report; the one that stands, which may be another's."""
         standing: bytes = store.compare_set(self.report(epoch), "", text)
         if epoch > self._last(store):
             store.set(self._key, str(epoch))
         old = epoch - KEPT
-        for key in (self.report(old), self.detail(old), self.come(old)):
-            store.delete_key(key)
+        for key in (self.report, self.detail, self.come, self.repaired):
+            store.delete_key(key(old))
         return standing.decode()
 
     def told(self, store: dist.Store, epoch: int) -> str | None:
@@ -103,6 +110,10 @@ class Broken:
         """Whether the group of this name and these ranks is one of them."""
         return name in self.apart or not self.cut.isdisjoint(ranks)
 
+    def __le__(self, other: Broken) -> bool:
+        """Whether ``other`` has all of it."""
+        return self.cut <= other.cut and self.apart <= other.apart
+
     def __str__(self) -> str:
         """For messages."""
         said = [f"that ranks {sorted(self.cut)} had to cut"] if self.cut else []
@@ -137,6 +148,14 @@ class Cuts:
         """What is broken."""
         ranks, groups = (_decoded(look(store, self._key(kind)) or "") for kind in (RANKS, GROUPS))
         return Broken(frozenset(map(int, ranks)), frozenset(groups))
+
+    def agree(self, store: dist.Store, key: str) -> tuple[Broken, Broken]:
+        """What is broken, and what ranks repair: the first of them to ask writes it to ``key``."""
+        broken = self.read(store)
+        text = json.dumps([sorted(broken.cut), sorted(broken.apart)])
+        said: bytes = store.compare_set(key, "", text)
+        ranks, groups = json.loads(said)
+        return broken, Broken(frozenset(ranks), frozenset(groups))
 
     def compare(self, store: dist.Store, epoch: int, begun: Mapping[str, int]) -> None:
         """This rank enters ``epoch``. See [Note: out of step].
