@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import Model, build, full, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.errors import UnsupportedError
 from polyshard_testing import World, ranks
 
 STEPS = 4
@@ -355,4 +356,45 @@ def test_what_cannot_leave_a_graph_is_named(rank: int, size: int) -> None:
     call: Any = torch.compile(sum_of, backend="eager", **FULL)
     with pytest.raises(Exception, match="a Boxed goes in or out of a sharded module"):
         call(torch.ones(2, 8))
+    dynamo.reset()
+
+
+class Changing(nn.Module):
+    """A unit that changes what it is given, once it is told to, and says with which factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, float]:
+        if self.factor != 1.0:
+            cache.mul_(self.factor)
+        return self.layer(x), self.factor
+
+
+def compiled_sum(unit: Any) -> Any:
+    def sum_of(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        before = cache.sum()
+        y, factor = unit(x, cache)
+        total: torch.Tensor = y.sum() + before + factor * cache.sum()
+        return total
+
+    return torch.compile(sum_of, backend="aot_eager", **FULL)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["at once", "later"])
+@ranks(2, timeout=120.0)
+def test_a_unit_that_changes_its_input_is_refused(rank: int, size: int, begins: bool) -> None:
+    """The graph around it computed with the old values, or with the new ones, as it liked."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Changing(2.0 if begins else 1.0))
+    call = compiled_sum(unit)
+    if not begins:
+        call(torch.ones(2, 8), torch.ones(2, 8)).backward()
+        unit.factor = 2.0
+    with pytest.raises(UnsupportedError, match="changes a tensor that it is given, in place"):
+        call(torch.ones(2, 8), torch.ones(2, 8))
     dynamo.reset()

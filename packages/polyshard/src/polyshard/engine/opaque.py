@@ -59,10 +59,22 @@ class Site:
     def call(
         self, function: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int]
     ) -> Any:
-        """``function`` of the arguments, under autocast as where it was traced."""
+        """``function`` of the arguments, under autocast as where it was traced.
+
+        Raises:
+            UnsupportedError: when it changes one of the tensors in place, which no graph would see.
+        """
         args, kwargs = fill(self.arguments, iter(tensors), iter(numbers))
+        versions = _versions(tensors)
         with self.compiler.casting():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if _versions(tensors) != versions:
+            raise UnsupportedError(
+                "a sharded module changes a tensor that it is given, in place, inside a compiled "
+                "function: what else that computes with the tensor would not see it. Change a "
+                "copy and return it, or compile the module itself instead of what calls it."
+            )
+        return result
 
     def take_shapes(self, result: Any) -> list[Tensor]:
         """Learn from a rehearsal what the operator returns."""
@@ -81,6 +93,11 @@ class Site:
                 f"compiled graph made for {self.expected}. Have it return the same in every call, "
                 "or compile the module itself instead of what calls it."
             )
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place, as far as that is counted."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @dataclass
