@@ -398,3 +398,25 @@ def test_a_unit_that_changes_its_input_is_refused(rank: int, size: int, begins: 
     with pytest.raises(UnsupportedError, match="changes a tensor that it is given, in place"):
         call(torch.ones(2, 8), torch.ones(2, 8))
     dynamo.reset()
+
+
+class Counting(Changing):
+    """One that changes nothing but what it returns beside a tensor."""
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return self.layer(x) + cache, self.factor
+
+
+@ranks(2, timeout=120.0)
+def test_a_number_that_a_unit_returns_is_not_taken_for_the_first_one(rank: int, size: int) -> None:
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Counting(3.0))
+    call = compiled_sum(unit)
+    for _ in range(2):
+        call(torch.ones(2, 8), torch.ones(2, 8)).backward()
+    unit.factor = 4.0
+    with pytest.raises(UnsupportedError, match="returned other numbers, texts or containers"):
+        call(torch.ones(2, 8), torch.ones(2, 8))
+    dynamo.reset()

@@ -84,14 +84,24 @@ class Site:
             self.expected = [(t.dtype, t.ndim) for t in tensors]
         return tensors
 
-    def check(self, module: nn.Module, results: Sequence[Tensor]) -> None:
-        """Refuse what the graph was not made for, which would read memory wrongly."""
+    def check(self, module: nn.Module, results: Sequence[Tensor], around: object) -> None:
+        """Refuse what the graph was not made for: it would read memory wrongly.
+
+        What is ``around`` the tensors is a constant of the graph.
+        """
         found = [(t.dtype, t.ndim) for t in results]
         if found != self.expected:
             raise UnsupportedError(
                 f"{type(module).__name__} returned tensors of (dtype, dims) {found} inside a "
                 f"compiled graph made for {self.expected}. Have it return the same in every call, "
                 "or compile the module itself instead of what calls it."
+            )
+        if around != self.result:
+            raise UnsupportedError(
+                f"{type(module).__name__} returned other numbers, texts or containers around its "
+                "tensors than when the compiled graph that calls it was made, which has them as "
+                "constants. Have it return the same in every call, return tensors for what "
+                "changes, or compile the module itself instead of what calls it."
             )
 
 
@@ -196,8 +206,8 @@ def call_unit(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[in
             for tensor, flag in zip(tensors, place.requires_grad, strict=True)
         ]
         results: list[Tensor] = []
-        outline(place.call(_compiled(module, place.compiler), inputs, numbers), results)
-    place.check(module, results)
+        around = outline(place.call(_compiled(module, place.compiler), inputs, numbers), results)
+    place.check(module, results, around)
     ticket = torch.tensor(next(registry().numbers), device="cpu")
     if place.is_recorded:
         number = int(ticket)
