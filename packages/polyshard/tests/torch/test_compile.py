@@ -290,14 +290,16 @@ def test_nested_units_in_one_graph(world2: World, recomputes: bool) -> None:
 
 
 class Shifts(nn.Module):
-    """A unit that is given a number, as of the position in a cache, and the length of a batch."""
+    """A unit that is given numbers: a position in a cache, the length of a batch, a factor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor, start: int, rows: int, scales: bool) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x) * (start if scales else 1) + rows
+    def forward(
+        self, x: torch.Tensor, start: int, rows: int, scales: bool, factor: float
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * (start if scales else 1) + rows * factor
         return out
 
 
@@ -309,16 +311,16 @@ def test_numbers_may_differ_from_call_to_call(rank: int, size: int) -> None:
     torch.manual_seed(0)
     unit: Any = fully_shard(Shifts())
 
-    def sum_of(x: torch.Tensor, start: int) -> torch.Tensor:
-        total: torch.Tensor = unit(x, start, x.shape[0], scales=True).square().sum()
-        return total
+    def sum_of(x: torch.Tensor, start: int, factor: float) -> torch.Tensor:
+        out: torch.Tensor = unit(x, start, x.shape[0], scales=True, factor=factor)
+        return out.square().sum()
 
     call: Any = torch.compile(sum_of, backend="aot_eager", **FULL)
-    for start, rows in ((3, 2), (4, 2), (5, 6), (7, 3)):
+    for start, rows, factor in ((3, 2, 0.5), (4, 2, 0.5), (5, 6, 0.7), (7, 3, 0.9)):
         x = torch.arange(8.0).expand(rows, 8)
         losses, gradients = [], []
         for function in (call, sum_of):
-            loss = function(x, start)
+            loss = function(x, start, factor)
             loss.backward()
             losses.append(loss.item())
             gradients.append(full(unit.layer.weight.grad))

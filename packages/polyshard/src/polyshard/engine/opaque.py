@@ -13,8 +13,8 @@ The compiler must know what the operator returns. That is found by a *rehearsal*
 forward with tensors that have shapes and no memory, in which hooks cast and do nothing else.
 
 A graph holds numbers and tensors only. It serves other modules of the same class, so the module
-comes in as a tensor, its *handle*; whole numbers come in beside tensors, since they may differ from
-call to call. Everything else about the place of the call is a constant of the graph. The handle
+comes in as a tensor, its *handle*; numbers come in beside tensors, since they may differ from call
+to call. Everything else about the place of the call is a constant of the graph. The handle
 requires grad, and its gradient (zero) makes backward call the operator even for a unit whose inputs
 require none.
 """
@@ -57,7 +57,7 @@ class Site:
     expected: list[tuple[torch.dtype, int]] | None = None
 
     def call(
-        self, function: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int]
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[float]
     ) -> Any:
         """``function`` of the arguments, under autocast as where it was traced.
 
@@ -163,7 +163,7 @@ def calling(original: type[nn.Module]) -> Callable[..., Any]:
 
 def _call_traced(module: Any, args: Any, kwargs: Any) -> Any:
     tensors: list[Tensor] = []
-    numbers: list[int] = []
+    numbers: list[float] = []
     arguments = outline((args, kwargs), tensors, numbers)
     flags = tuple([tensor.requires_grad for tensor in tensors])
     handle = module._polyshard_handle
@@ -197,7 +197,9 @@ def _result_at(site: int) -> Any:
 
 
 @torch.library.custom_op("polyshard::call_unit", mutates_args=())
-def call_unit(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+def call_unit(
+    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int | float | bool]
+) -> list[Tensor]:
     """Call a unit as anybody does; the last tensor is the ticket that backward shows."""
     module, place = registry().module(handle), registry().sites[site]
     with own_autograd(place.is_recorded):
@@ -239,7 +241,9 @@ def _unaliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tens
 
 
 @call_unit.register_fake
-def _rehearse(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+def _rehearse(
+    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[float]
+) -> list[Tensor]:
     del handle
     place = registry().sites[site]
     module = place.module()
