@@ -66,13 +66,15 @@ def _like_sequence(original: Any, items: list[Any]) -> Any:
 
 
 def _map_dataclass(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    changed = {}
+    found = tree
     for field in dataclasses.fields(tree):
         old = getattr(tree, field.name)
         new = map_tensors(function, old)
         if new is not old:
-            changed[field.name] = new
-    return dataclasses.replace(tree, **changed) if changed else tree
+            if found is tree:
+                found = copy.copy(tree)  # replace() would compute again what a constructor computes
+            object.__setattr__(found, field.name, new)  # also of frozen ones
+    return found
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
