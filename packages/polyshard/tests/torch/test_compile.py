@@ -422,3 +422,32 @@ def test_a_number_that_a_unit_returns_is_not_taken_for_the_first_one(rank: int, 
     with pytest.raises(UnsupportedError, match="returned other numbers, texts or containers"):
         call(torch.ones(2, 8), torch.ones(2, 8))
     dynamo.reset()
+
+
+class Shrinking(Changing):
+    """One that returns as many rows as it is told to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        out: torch.Tensor = self.layer(x)
+        return out[: int(self.factor)]
+
+
+@ranks(2, timeout=120.0)
+def test_sizes_that_a_graph_was_not_made_for_are_refused(rank: int, size: int) -> None:
+    """A mean over the rows would be divided by the number that there were at first."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Shrinking(3.0))
+
+    def mean_of(x: torch.Tensor) -> torch.Tensor:
+        y = unit(x)
+        mean: torch.Tensor = y.sum() / y.shape[0]
+        return mean
+
+    call = torch.compile(mean_of, backend="aot_eager", **FULL)
+    torch.testing.assert_close(call(torch.ones(6, 8)), mean_of(torch.ones(6, 8)))
+    unit.factor = 2.0
+    with pytest.raises(UnsupportedError, match=r"returned tensors of \(dtype, sizes\)"):
+        call(torch.ones(6, 8))
+    dynamo.reset()

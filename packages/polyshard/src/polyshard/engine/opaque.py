@@ -41,6 +41,8 @@ from polyshard.failures import Kind, Part
 
 Ran = tuple[list[Tensor], list[Tensor]]
 """Results and inputs of a call whose graph waits for its backward."""
+Form = tuple[torch.dtype | int | None, ...]
+"""Dtype and sizes of a tensor; ``None`` for a size that may differ from call to call."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Site:
     is_recorded: bool
     compiler: Compiler
     result: Any = None
-    expected: list[tuple[torch.dtype, int]] | None = None
+    expected: list[Form] | None = None
 
     def call(
         self, function: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[float]
@@ -81,7 +83,9 @@ class Site:
         tensors: list[Tensor] = []
         self.result = outline(result, tensors)
         if self.expected is None:
-            self.expected = [(t.dtype, t.ndim) for t in tensors]
+            self.expected = [
+                (t.dtype, *(n if type(n) is int else None for n in t.shape)) for t in tensors
+            ]
         return tensors
 
     def check(self, module: nn.Module, results: Sequence[Tensor], around: object) -> None:
@@ -89,11 +93,12 @@ class Site:
 
         What is ``around`` the tensors is a constant of the graph.
         """
-        found = [(t.dtype, t.ndim) for t in results]
-        if found != self.expected:
+        found: list[Form] = [(t.dtype, *t.shape) for t in results]
+        expected = self.expected or []
+        if len(found) != len(expected) or not all(map(_fits, found, expected)):
             raise UnsupportedError(
-                f"{type(module).__name__} returned tensors of (dtype, dims) {found} inside a "
-                f"compiled graph made for {self.expected}. Have it return the same in every call, "
+                f"{type(module).__name__} returned tensors of (dtype, sizes) {found} inside a "
+                f"compiled graph made for {expected}. Have it return the same in every call, "
                 "or compile the module itself instead of what calls it."
             )
         if around != self.result:
@@ -103,6 +108,11 @@ class Site:
                 "constants. Have it return the same in every call, return tensors for what "
                 "changes, or compile the module itself instead of what calls it."
             )
+
+
+def _fits(found: Form, wanted: Form) -> bool:
+    pairs = zip(found, wanted, strict=False)
+    return len(found) == len(wanted) and all(one in (None, own) for own, one in pairs)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
