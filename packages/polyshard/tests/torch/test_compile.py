@@ -451,3 +451,61 @@ def test_sizes_that_a_graph_was_not_made_for_are_refused(rank: int, size: int) -
     with pytest.raises(UnsupportedError, match=r"returned tensors of \(dtype, sizes\)"):
         call(torch.ones(6, 8))
     dynamo.reset()
+
+
+class Remembering(nn.Module):
+    """A unit that counts its calls, and keeps something of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.calls = 0
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        self.calls += 1
+        self.text = f"call {self.calls}"
+        self.last = out.detach()
+        return out
+
+
+@ranks(2, timeout=120.0)
+def test_a_rehearsal_is_no_call(rank: int, size: int) -> None:
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Remembering())
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = unit(x).sum()
+        return total
+
+    call = torch.compile(sum_of, backend="aot_eager", **FULL)
+    for number, rows in ((1, 2), (2, 2), (3, 5)):  # compiled again for more rows
+        loss = call(torch.ones(rows, 8) * number)
+        loss.backward()
+        assert (unit.calls, unit.text) == (number, f"call {number}")
+        assert unit.last.sum().item() == loss.item()
+    dynamo.reset()
+
+
+@ranks(2, timeout=120.0)
+def test_what_a_unit_keeps_is_not_taken_from_an_earlier_call(rank: int, size: int) -> None:
+    """A function that read it would have the value of the call before, in graphs without breaks."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    first: Any = fully_shard(Remembering())
+    second: Any = fully_shard(Remembering())
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = second(first(x)).sum()
+        last = first.last
+        return total + last.sum()
+
+    sum_of(torch.ones(2, 8)).backward()
+    call = torch.compile(sum_of, backend="aot_eager", **FULL)
+    with pytest.raises(Exception, match=r"last = first\.last|Cannot wrap a Tensor"):
+        call(torch.ones(2, 8))
+    dynamo.reset()

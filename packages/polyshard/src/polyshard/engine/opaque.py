@@ -271,11 +271,30 @@ def _rehearsal(module: nn.Module) -> Iterator[None]:
     for unit in units:
         unit.phase = Phase.REHEARSAL
     try:
-        with stand_ins(module, _shapes_of(module)):
+        with _no_trace(module), stand_ins(module, _shapes_of(module)):
             yield
     finally:
         for unit, phase in zip(units, phases, strict=True):
             unit.phase = phase
+
+
+@contextmanager
+def _no_trace(module: nn.Module) -> Iterator[None]:
+    """Put back attributes, such as a count of calls, that a forward gave other values.
+
+    Tensors stay, without values until the call: dynamo refuses to read them, where it would take
+    older ones for those of this call.
+    """
+    held = [(each.__dict__, dict(each.__dict__)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in held:
+            for name in [n for n, v in attributes.items() if not isinstance(v, Tensor)]:
+                if name in before:
+                    attributes[name] = before[name]
+                else:
+                    del attributes[name]
 
 
 def _shapes_of(module: nn.Module) -> dict[str, Tensor]:
