@@ -201,6 +201,20 @@ def test_a_fresh_rank_joins(rank: int, size: int) -> None:
     assert_equal(ends[2], ends[0])
 
 
+@ranks(2)
+def test_values_that_a_fresh_rank_lacked_are_not_compared(rank: int, size: int) -> None:
+    """What it had on the meta device has the values of the others now."""
+    polyshard_resilience.enable()
+    meshes = [mesh_of([0]), mesh_of([1])]
+    with torch.device("meta") if rank else nullcontext():
+        model: Any = nn.Linear(4, 4)
+    polyshard.fully_shard(model, mesh=meshes[rank], plugins=[polyshard.SameValues()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    polyshard_resilience.resize(model, optimizer, dist.group.WORLD)
+    model(torch.ones(2, 4)).sum().backward()
+    assert full(model.weight.grad).tolist() == [[2.0] * 4] * 4
+
+
 @pytest.mark.parametrize("every", [1, 5])
 @ranks(3)
 def test_guards_follow_the_ranks_that_join(rank: int, size: int, every: int) -> None:

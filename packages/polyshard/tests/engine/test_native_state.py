@@ -361,3 +361,35 @@ def test_adapters_that_change_values(rank: int, size: int) -> None:
             value = full(state[name])
             assert torch.equal(full(trained[1][0][index][name]), value * factor)
             assert torch.equal(full(trained[2][0][index][name]), value)
+
+
+class TransposingNegated(StateDictAdapter):
+    """Changes the layout and, without saying what becomes of state, the values."""
+
+    name = "transposing_negated"
+    settings = ""
+
+    def on_save(self, param: ParamInfo, value: Tensor) -> Tensor:
+        return -value.transpose(0, -1) if value.ndim > 1 else -value
+
+    on_load = on_save
+
+
+class TransposesNegated(Plugin):
+    name = "transposes_negated"
+
+    @hookimpl
+    def polyshard_state_dict_adapter(self, group: GroupInfo) -> TransposingNegated:
+        return TransposingNegated()
+
+
+@ranks(2)
+def test_ranks_without_rows_save_state_as_the_others_do(rank: int, size: int) -> None:
+    """One that has no element of a parameter cannot see that its values change."""
+    model = fully_shard(nn.Linear(4, 1), plugins=[TransposesNegated()])
+    optimizer = KINDS["AdamW"](model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with pytest.warns(IneffectiveSettingWarning, match="changes values"):
+        saved = optimizer.state_dict()["state"]
+    assert [tuple(state["exp_avg"].shape) for state in saved.values()] == [(1, 4), (1,)]

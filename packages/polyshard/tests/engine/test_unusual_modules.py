@@ -80,6 +80,18 @@ class Output(OrderedDict[str, Any]):
         return Output, (self.hidden,)
 
 
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """A dataclass whose constructor computes, and fills a field that it does not take."""
+
+    half: Tensor
+    hidden: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "half", self.half / 2)
+        object.__setattr__(self, "hidden", self.half * 2)
+
+
 class Exchange(nn.Module):
     """Two units that exchange a container."""
 
@@ -101,7 +113,7 @@ class Give(nn.Module):
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
         made = {"dict": AttributeDict(hidden=y), "pair": Pair(y, 3), "output": Output(hidden=y)}
-        return made[self.kind]
+        return (made | {"computed": Computed(y)})[self.kind]
 
 
 class Take(nn.Module):
@@ -113,11 +125,11 @@ class Take(nn.Module):
         hidden = given.first if self.kind == "pair" else given.hidden
         if self.kind == "output":
             assert given["hidden"] is given.hidden
-        out: Tensor = self.layer(hidden)
+        out: Tensor = self.layer(given.half + hidden if self.kind == "computed" else hidden)
         return out
 
 
-@pytest.mark.parametrize("kind", ["dict", "pair", "output"])
+@pytest.mark.parametrize("kind", ["dict", "pair", "output", "computed"])
 @ranks(2)
 def test_containers_keep_what_they_can_do(rank: int, size: int, kind: str) -> None:
     ours, theirs = two_of(lambda: Exchange(kind))

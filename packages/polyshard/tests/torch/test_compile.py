@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import Model, build, full, loss_of, shard, tokens_for
 
 from polyshard import MixedPrecisionPolicy, fully_shard
+from polyshard.errors import UnsupportedError
 from polyshard_testing import World, ranks
 
 STEPS = 4
@@ -289,14 +290,16 @@ def test_nested_units_in_one_graph(world2: World, recomputes: bool) -> None:
 
 
 class Shifts(nn.Module):
-    """A unit that is given a number, as of the position in a cache, and the length of a batch."""
+    """A unit that is given numbers: a position in a cache, the length of a batch, a factor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor, start: int, rows: int, scales: bool) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x) * (start if scales else 1) + rows
+    def forward(
+        self, x: torch.Tensor, start: int, rows: int, scales: bool, factor: float
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * (start if scales else 1) + rows * factor
         return out
 
 
@@ -308,16 +311,16 @@ def test_numbers_may_differ_from_call_to_call(rank: int, size: int) -> None:
     torch.manual_seed(0)
     unit: Any = fully_shard(Shifts())
 
-    def sum_of(x: torch.Tensor, start: int) -> torch.Tensor:
-        total: torch.Tensor = unit(x, start, x.shape[0], scales=True).square().sum()
-        return total
+    def sum_of(x: torch.Tensor, start: int, factor: float) -> torch.Tensor:
+        out: torch.Tensor = unit(x, start, x.shape[0], scales=True, factor=factor)
+        return out.square().sum()
 
     call: Any = torch.compile(sum_of, backend="aot_eager", **FULL)
-    for start, rows in ((3, 2), (4, 2), (5, 6), (7, 3)):
+    for start, rows, factor in ((3, 2, 0.5), (4, 2, 0.5), (5, 6, 0.7), (7, 3, 0.9)):
         x = torch.arange(8.0).expand(rows, 8)
         losses, gradients = [], []
         for function in (call, sum_of):
-            loss = function(x, start)
+            loss = function(x, start, factor)
             loss.backward()
             losses.append(loss.item())
             gradients.append(full(unit.layer.weight.grad))
@@ -354,5 +357,155 @@ def test_what_cannot_leave_a_graph_is_named(rank: int, size: int) -> None:
 
     call: Any = torch.compile(sum_of, backend="eager", **FULL)
     with pytest.raises(Exception, match="a Boxed goes in or out of a sharded module"):
+        call(torch.ones(2, 8))
+    dynamo.reset()
+
+
+class Changing(nn.Module):
+    """A unit that changes what it is given, once it is told to, and says with which factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, float]:
+        if self.factor != 1.0:
+            cache.mul_(self.factor)
+        return self.layer(x), self.factor
+
+
+def compiled_sum(unit: Any) -> Any:
+    def sum_of(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        before = cache.sum()
+        y, factor = unit(x, cache)
+        total: torch.Tensor = y.sum() + before + factor * cache.sum()
+        return total
+
+    return torch.compile(sum_of, backend="aot_eager", **FULL)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["at once", "later"])
+@ranks(2, timeout=120.0)
+def test_a_unit_that_changes_its_input_is_refused(rank: int, size: int, begins: bool) -> None:
+    """The graph around it computed with the old values, or with the new ones, as it liked."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Changing(2.0 if begins else 1.0))
+    call = compiled_sum(unit)
+    if not begins:
+        call(torch.ones(2, 8), torch.ones(2, 8)).backward()
+        unit.factor = 2.0
+    with pytest.raises(UnsupportedError, match="changes a tensor that it is given, in place"):
+        call(torch.ones(2, 8), torch.ones(2, 8))
+    dynamo.reset()
+
+
+class Counting(Changing):
+    """One that changes nothing but what it returns beside a tensor."""
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return self.layer(x) + cache, self.factor
+
+
+@ranks(2, timeout=120.0)
+def test_a_number_that_a_unit_returns_is_not_taken_for_the_first_one(rank: int, size: int) -> None:
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Counting(3.0))
+    call = compiled_sum(unit)
+    for _ in range(2):
+        call(torch.ones(2, 8), torch.ones(2, 8)).backward()
+    unit.factor = 4.0
+    with pytest.raises(UnsupportedError, match="returned other numbers, texts or containers"):
+        call(torch.ones(2, 8), torch.ones(2, 8))
+    dynamo.reset()
+
+
+class Shrinking(Changing):
+    """One that returns as many rows as it is told to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        out: torch.Tensor = self.layer(x)
+        return out[: int(self.factor)]
+
+
+@ranks(2, timeout=120.0)
+def test_sizes_that_a_graph_was_not_made_for_are_refused(rank: int, size: int) -> None:
+    """A mean over the rows would be divided by the number that there were at first."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Shrinking(3.0))
+
+    def mean_of(x: torch.Tensor) -> torch.Tensor:
+        y = unit(x)
+        mean: torch.Tensor = y.sum() / y.shape[0]
+        return mean
+
+    call = torch.compile(mean_of, backend="aot_eager", **FULL)
+    torch.testing.assert_close(call(torch.ones(6, 8)), mean_of(torch.ones(6, 8)))
+    unit.factor = 2.0
+    with pytest.raises(UnsupportedError, match=r"returned tensors of \(dtype, sizes\)"):
+        call(torch.ones(6, 8))
+    dynamo.reset()
+
+
+class Remembering(nn.Module):
+    """A unit that counts its calls, and keeps something of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.calls = 0
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        self.calls += 1
+        self.text = f"call {self.calls}"
+        self.last = out.detach()
+        return out
+
+
+@ranks(2, timeout=120.0)
+def test_a_rehearsal_is_no_call(rank: int, size: int) -> None:
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    unit: Any = fully_shard(Remembering())
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = unit(x).sum()
+        return total
+
+    call = torch.compile(sum_of, backend="aot_eager", **FULL)
+    for number, rows in ((1, 2), (2, 2), (3, 5)):  # compiled again for more rows
+        loss = call(torch.ones(rows, 8) * number)
+        loss.backward()
+        assert (unit.calls, unit.text) == (number, f"call {number}")
+        assert unit.last.sum().item() == loss.item()
+    dynamo.reset()
+
+
+@ranks(2, timeout=120.0)
+def test_what_a_unit_keeps_is_not_taken_from_an_earlier_call(rank: int, size: int) -> None:
+    """A function that read it would have the value of the call before, in graphs without breaks."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    first: Any = fully_shard(Remembering())
+    second: Any = fully_shard(Remembering())
+
+    def sum_of(x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = second(first(x)).sum()
+        last = first.last
+        return total + last.sum()
+
+    sum_of(torch.ones(2, 8)).backward()
+    call = torch.compile(sum_of, backend="aot_eager", **FULL)
+    with pytest.raises(Exception, match=r"last = first\.last|Cannot wrap a Tensor"):
         call(torch.ones(2, 8))
     dynamo.reset()

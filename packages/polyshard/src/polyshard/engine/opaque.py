@@ -13,8 +13,8 @@ The compiler must know what the operator returns. That is found by a *rehearsal*
 forward with tensors that have shapes and no memory, in which hooks cast and do nothing else.
 
 A graph holds numbers and tensors only. It serves other modules of the same class, so the module
-comes in as a tensor, its *handle*; whole numbers come in beside tensors, since they may differ from
-call to call. Everything else about the place of the call is a constant of the graph. The handle
+comes in as a tensor, its *handle*; numbers come in beside tensors, since they may differ from call
+to call. Everything else about the place of the call is a constant of the graph. The handle
 requires grad, and its gradient (zero) makes backward call the operator even for a unit whose inputs
 require none.
 """
@@ -41,6 +41,8 @@ from polyshard.failures import Kind, Part
 
 Ran = tuple[list[Tensor], list[Tensor]]
 """Results and inputs of a call whose graph waits for its backward."""
+Form = tuple[torch.dtype | int | None, ...]
+"""Dtype and sizes of a tensor; ``None`` for a size that may differ from call to call."""
 
 
 @dataclass
@@ -54,33 +56,68 @@ class Site:
     is_recorded: bool
     compiler: Compiler
     result: Any = None
-    expected: list[tuple[torch.dtype, int]] | None = None
+    expected: list[Form] | None = None
 
     def call(
-        self, function: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int]
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[float]
     ) -> Any:
-        """``function`` of the arguments, under autocast as where it was traced."""
+        """``function`` of the arguments, under autocast as where it was traced.
+
+        Raises:
+            UnsupportedError: when it changes one of the tensors in place, which no graph would see.
+        """
         args, kwargs = fill(self.arguments, iter(tensors), iter(numbers))
+        versions = _versions(tensors)
         with self.compiler.casting():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if _versions(tensors) != versions:
+            raise UnsupportedError(
+                "a sharded module changes a tensor that it is given, in place, inside a compiled "
+                "function: what else that computes with the tensor would not see it. Change a "
+                "copy and return it, or compile the module itself instead of what calls it."
+            )
+        return result
 
     def take_shapes(self, result: Any) -> list[Tensor]:
         """Learn from a rehearsal what the operator returns."""
         tensors: list[Tensor] = []
         self.result = outline(result, tensors)
         if self.expected is None:
-            self.expected = [(t.dtype, t.ndim) for t in tensors]
+            self.expected = [
+                (t.dtype, *(n if type(n) is int else None for n in t.shape)) for t in tensors
+            ]
         return tensors
 
-    def check(self, module: nn.Module, results: Sequence[Tensor]) -> None:
-        """Refuse what the graph was not made for, which would read memory wrongly."""
-        found = [(t.dtype, t.ndim) for t in results]
-        if found != self.expected:
+    def check(self, module: nn.Module, results: Sequence[Tensor], around: object) -> None:
+        """Refuse what the graph was not made for: it would read memory wrongly.
+
+        What is ``around`` the tensors is a constant of the graph.
+        """
+        found: list[Form] = [(t.dtype, *t.shape) for t in results]
+        expected = self.expected or []
+        if len(found) != len(expected) or not all(map(_fits, found, expected)):
             raise UnsupportedError(
-                f"{type(module).__name__} returned tensors of (dtype, dims) {found} inside a "
-                f"compiled graph made for {self.expected}. Have it return the same in every call, "
+                f"{type(module).__name__} returned tensors of (dtype, sizes) {found} inside a "
+                f"compiled graph made for {expected}. Have it return the same in every call, "
                 "or compile the module itself instead of what calls it."
             )
+        if around != self.result:
+            raise UnsupportedError(
+                f"{type(module).__name__} returned other numbers, texts or containers around its "
+                "tensors than when the compiled graph that calls it was made, which has them as "
+                "constants. Have it return the same in every call, return tensors for what "
+                "changes, or compile the module itself instead of what calls it."
+            )
+
+
+def _fits(found: Form, wanted: Form) -> bool:
+    pairs = zip(found, wanted, strict=False)
+    return len(found) == len(wanted) and all(one in (None, own) for own, one in pairs)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place, as far as that is counted."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @dataclass
@@ -136,7 +173,7 @@ def calling(original: type[nn.Module]) -> Callable[..., Any]:
 
 def _call_traced(module: Any, args: Any, kwargs: Any) -> Any:
     tensors: list[Tensor] = []
-    numbers: list[int] = []
+    numbers: list[float] = []
     arguments = outline((args, kwargs), tensors, numbers)
     flags = tuple([tensor.requires_grad for tensor in tensors])
     handle = module._polyshard_handle
@@ -170,7 +207,9 @@ def _result_at(site: int) -> Any:
 
 
 @torch.library.custom_op("polyshard::call_unit", mutates_args=())
-def call_unit(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+def call_unit(
+    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int | float | bool]
+) -> list[Tensor]:
     """Call a unit as anybody does; the last tensor is the ticket that backward shows."""
     module, place = registry().module(handle), registry().sites[site]
     with own_autograd(place.is_recorded):
@@ -179,8 +218,8 @@ def call_unit(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[in
             for tensor, flag in zip(tensors, place.requires_grad, strict=True)
         ]
         results: list[Tensor] = []
-        outline(place.call(_compiled(module, place.compiler), inputs, numbers), results)
-    place.check(module, results)
+        around = outline(place.call(_compiled(module, place.compiler), inputs, numbers), results)
+    place.check(module, results, around)
     ticket = torch.tensor(next(registry().numbers), device="cpu")
     if place.is_recorded:
         number = int(ticket)
@@ -212,7 +251,9 @@ def _unaliased(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tens
 
 
 @call_unit.register_fake
-def _rehearse(handle: Tensor, site: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+def _rehearse(
+    handle: Tensor, site: int, tensors: list[Tensor], numbers: list[float]
+) -> list[Tensor]:
     del handle
     place = registry().sites[site]
     module = place.module()
@@ -230,11 +271,30 @@ def _rehearsal(module: nn.Module) -> Iterator[None]:
     for unit in units:
         unit.phase = Phase.REHEARSAL
     try:
-        with stand_ins(module, _shapes_of(module)):
+        with _no_trace(module), stand_ins(module, _shapes_of(module)):
             yield
     finally:
         for unit, phase in zip(units, phases, strict=True):
             unit.phase = phase
+
+
+@contextmanager
+def _no_trace(module: nn.Module) -> Iterator[None]:
+    """Put back attributes, such as a count of calls, that a forward gave other values.
+
+    Tensors stay, without values until the call: dynamo refuses to read them, where it would take
+    older ones for those of this call.
+    """
+    held = [(each.__dict__, dict(each.__dict__)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in held:
+            for name in [n for n, v in attributes.items() if not isinstance(v, Tensor)]:
+                if name in before:
+                    attributes[name] = before[name]
+                else:
+                    del attributes[name]
 
 
 def _shapes_of(module: nn.Module) -> dict[str, Tensor]:

@@ -138,10 +138,10 @@ def _check_objects(one: Succession) -> None:
 def _source(
     parameter: ShardedParameter, group: ParameterGroup, index: int, roles: MeshRoles
 ) -> Source:
-    """What a new group is made of: the parameter without values."""
+    """What a new group is made of: the parameter without values, nor what was said of them."""
     shape, dtype = group.shards.layout.parameters[index].shape, group.shards.dtype
     return Source(
-        replace(parameter.current_info, mesh=roles.mesh),
+        replace(parameter.current_info, mesh=roles.mesh, facts=()),
         parameter.parameter,
         parameter.owners,
         Placed(parameter.dim, roles),

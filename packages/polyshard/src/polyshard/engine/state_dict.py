@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 
 from polyshard._torch.private import local_tensor
@@ -372,11 +372,19 @@ def _has_methods(adapter: StateDictAdapter) -> bool:
 
 
 def _only_moved(value: object, dtype: torch.dtype) -> bool:
-    """Whether an adapter left every element of a probe as it was, wherever it is now."""
+    """Whether an adapter left every element of a probe as it was, wherever it is now.
+
+    The same on all ranks: those that hold no rows of it would say so of any adapter.
+    """
     if not isinstance(value, Tensor) or value.dtype != dtype:
         return False
-    local = local_tensor(value) if isinstance(value, DTensor) else value
-    return local.is_meta or bool((local == PROBE).all())
+    if value.is_meta:
+        return True
+    if not isinstance(value, DTensor):
+        return bool((value == PROBE).all())
+    kept, mesh = (local_tensor(value) == PROBE).all().to(torch.uint8), value.device_mesh
+    everywhere = DTensor.from_local(kept, mesh, [Partial("min")] * mesh.ndim, run_check=False)
+    return bool(everywhere.full_tensor())
 
 
 def _placed_like(value: object, parameter: Tensor) -> object:

@@ -66,13 +66,15 @@ def _like_sequence(original: Any, items: list[Any]) -> Any:
 
 
 def _map_dataclass(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    changed = {}
+    found = tree
     for field in dataclasses.fields(tree):
         old = getattr(tree, field.name)
         new = map_tensors(function, old)
         if new is not old:
-            changed[field.name] = new
-    return dataclasses.replace(tree, **changed) if changed else tree
+            if found is tree:
+                found = copy.copy(tree)  # replace() would compute again what a constructor computes
+            object.__setattr__(found, field.name, new)  # also of frozen ones
+    return found
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -104,11 +106,11 @@ def cast_floating(dtype: torch.dtype, tree: Any) -> Any:
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-def outline(tree: Any, tensors: list[Tensor], numbers: list[int] | None = None) -> Any:
+def outline(tree: Any, tensors: list[Tensor], numbers: list[float] | None = None) -> Any:
     """``tree`` without its tensors, which are appended to ``tensors``; nested tuples that compare.
 
-    Made to be traced by ``torch.compile``, so it knows plain containers only. Whole numbers, which
-    may be symbols there, are appended to ``numbers`` where that is given.
+    Made to be traced by ``torch.compile``, so it knows plain containers only. Numbers, which may be
+    symbols there, are appended to ``numbers`` where that is given.
 
     Raises:
         UnsupportedError: for anything else, which could hide tensors.
@@ -116,7 +118,7 @@ def outline(tree: Any, tensors: list[Tensor], numbers: list[int] | None = None) 
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return ("tensor",)
-    if numbers is not None and type(tree) is int:
+    if numbers is not None and (type(tree) is int or type(tree) is float):
         numbers.append(tree)
         return ("number",)
     if type(tree) is list or type(tree) is tuple:
@@ -134,7 +136,7 @@ def outline(tree: Any, tensors: list[Tensor], numbers: list[int] | None = None) 
     )
 
 
-def fill(shape: Any, tensors: Iterator[Tensor], numbers: Iterator[int]) -> Any:
+def fill(shape: Any, tensors: Iterator[Tensor], numbers: Iterator[float]) -> Any:
     """The inverse of :func:`outline`."""
     kind = shape[0]
     if kind == "tensor":

@@ -470,6 +470,8 @@ class StateDictAdapter(Named, ABC):
 
         The default suits an adapter that only moves elements. One that changes values overrides
         this and :meth:`on_load_state`; else the engine saves the state unconverted, with a warning.
+        Ranks compare whether it does at the first state dict of an optimizer, which all of them
+        take or load.
         """
         return self.on_save(param, value)
 
