@@ -138,7 +138,7 @@ def _check_objects(one: Succession) -> None:
 def _source(
     parameter: ShardedParameter, group: ParameterGroup, index: int, roles: MeshRoles
 ) -> Source:
-    """What a new group is made of: the parameter without values, nor what was said of them."""
+    """What a new group is made of: the parameter without values, and without facts about them."""
     shape, dtype = group.shards.layout.parameters[index].shape, group.shards.dtype
     return Source(
         replace(parameter.current_info, mesh=roles.mesh, facts=()),
