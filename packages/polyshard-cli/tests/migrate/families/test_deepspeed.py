@@ -297,3 +297,29 @@ def test_sharding_is_not_moved_above_the_start_of_the_process_group() -> None:
 def test_two_engines_are_too_many() -> None:
     found = unchanged(script() + "\n\n" + script().replace("import deepspeed\nimport torch", ""))
     assert "more than once" in found.messages()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "config['gradient_accumulation_steps'] = 4",
+        "config['zero_optimization']['offload_param'] = {'device': 'cpu'}",
+        "config['zero_optimization']['stage'] += 1",
+        "del config['gradient_clipping']",
+        "config.update(gradient_clipping=1.0)",
+        "config['zero_optimization'].update(stage=2)",
+        "fill(config, args)",
+    ],
+)
+def test_a_dict_that_is_changed_is_not_what_it_was_written_as(change: str) -> None:
+    start = "    torch.distributed.init_process_group()\n"
+    changed = script().replace(start, f"    {change}\n{start}")
+    found = unchanged(changed)
+    assert [term for _, term in found.left] == ["config"]
+    assert "which only reads it" in found.messages()
+
+
+def test_a_dict_that_is_read_is_known() -> None:
+    start = "    torch.distributed.init_process_group()\n"
+    reads = "    size = config['train_batch_size'] + config.get('other', {}).get('size', 1)\n"
+    assert not migrated(script().replace(start, reads + start)).left

@@ -59,7 +59,10 @@ def _migrate(draft: Draft, use: Use, call: cst.Call, beside: Beside) -> bool:
         return False
     configuration = _configuration(draft, given, beside)
     if configuration is None:
-        why = "its configuration is neither a dict in this file nor a JSON file that it names."
+        why = (
+            "its configuration is neither a dict written out in this file, which only reads it, "
+            "nor a JSON file that it names."
+        )
         instead = "name it: polyshard migrate --deepspeed-config FILE"
         draft.say(call, Kind.HAND, "config", why, instead)
         return False
