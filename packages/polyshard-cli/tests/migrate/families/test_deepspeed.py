@@ -176,6 +176,12 @@ def test_a_file_that_the_command_line_names(tmp_path: Path) -> None:
     assert not found.left
 
 
+def test_a_file_for_other_scripts_does_not_replace_a_scripts_own_dict(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(stage({"gradient_clipping": 0.5}, 2)))
+    assert migrated(script(), configuration=path).text == migrated(script()).text
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [("{", "not JSON"), ("[]", "an object was expected"), ("\xff", "JSON")]
 )

@@ -86,10 +86,12 @@ def _migrate(draft: Draft, use: Use, call: cst.Call, beside: Beside) -> bool:
 
 
 def _configuration(draft: Draft, given: dict[str, cst.Arg], beside: Beside) -> Configuration | None:
-    if beside.configuration is not None:
-        return load_configuration(beside.configuration)
+    """What the call is given; the file that the user names is that of the command line."""
     arg = given.get("config") or given.get("config_params")
-    return find_configuration(draft.view, arg.value, beside.folder) if arg else None
+    own = find_configuration(draft.view, arg.value, beside.folder) if arg else None
+    if own is None and beside.configuration is not None:
+        return load_configuration(beside.configuration)
+    return own
 
 
 def _needed(wish: Wish) -> set[str]:
