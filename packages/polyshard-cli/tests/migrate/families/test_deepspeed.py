@@ -329,3 +329,25 @@ def test_a_dict_that_is_read_is_known() -> None:
     start = "    torch.distributed.init_process_group()\n"
     reads = "    size = config['train_batch_size'] + config.get('other', {}).get('size', 1)\n"
     assert not migrated(script().replace(start, reads + start)).left
+
+
+SIZES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+
+
+def test_sizes_of_batches_that_ask_for_accumulation() -> None:
+    found = unchanged(script(stage(SIZES)))
+    assert "gradient_accumulation_steps" in [term for _, term in found.left]
+    assert "64 / (4 * ranks)" in found.messages()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {**SIZES, "gradient_accumulation_steps": 1},
+        {**SIZES, "train_batch_size": "auto"},
+        {"train_batch_size": 64},
+        {"train_micro_batch_size_per_gpu": 4},
+    ],
+)
+def test_sizes_of_batches_that_do_not(sizes: dict[str, Any]) -> None:
+    assert not migrated(script(stage(sizes))).left

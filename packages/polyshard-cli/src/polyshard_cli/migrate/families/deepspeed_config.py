@@ -10,6 +10,7 @@ import libcst as cst
 from polyshard_cli.migrate.editing.draft import Draft
 from polyshard_cli.migrate.editing.finding import Finding, Kind
 from polyshard_cli.migrate.source.config import Configuration, Setting
+from polyshard_cli.migrate.terms.deepspeed import KEYS
 from polyshard_cli.migrate.terms.term import Term, Verdict
 
 __all__ = ["Wish", "wish_of"]
@@ -20,6 +21,10 @@ _DTYPES = {
     "bf16": "torch.bfloat16",
     "bfp16": "torch.bfloat16",
 }
+
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_ACCUMULATION = "gradient_accumulation_steps"
 
 
 @dataclass
@@ -52,7 +57,22 @@ def wish_of(draft: Draft, node: cst.CSTNode, configuration: Configuration) -> Wi
         instead = "keep DDP, or choose what to shard with `fully_shard`"
         draft.say(node, Kind.HAND, "zero_optimization.stage", why, instead)
         wish.is_left = True
+    _accumulation(draft, node, configuration, wish)
     return wish
+
+
+def _accumulation(
+    draft: Draft, node: cst.CSTNode, configuration: Configuration, wish: Wish
+) -> None:
+    """Of two sizes of batches DeepSpeed works out how many micro-batches a step has."""
+    sizes = [configuration.values.get(key) for key in _SIZES]
+    if all(isinstance(size, int) for size in sizes) and not configuration.values.get(_ACCUMULATION):
+        term = KEYS.find(_ACCUMULATION)
+        assert term is not None
+        why = f"{configuration.name}: a step has {sizes[0]} / ({sizes[1]} * ranks) micro-batches."
+        instead = f'write `"{_ACCUMULATION}": 1` if that is 1; else {term.ours}'
+        draft.say(node, Kind.HAND, _ACCUMULATION, why, instead)
+        wish.is_left = True
 
 
 def _take(draft: Draft, node: cst.CSTNode, setting: Setting, wish: Wish) -> None:
