@@ -150,6 +150,13 @@ def test_refused_and_by_hand_are_told_apart() -> None:
     assert "fp16" in [term for _, term in found.of(Kind.HAND)]
 
 
+@pytest.mark.parametrize(("clipping", "says"), [({}, True), ({"gradient_clipping": 0}, False)])
+def test_a_default_that_depends_on_the_version(clipping: dict[str, Any], *, says: bool) -> None:
+    found = migrated(script(stage(clipping)))
+    assert ("gradient_clipping" in [term for _, term in found.of(Kind.DIFFERS)]) == says
+    assert "clip_grad_norm_" not in found.text
+
+
 def test_a_reduce_dtype() -> None:
     config = stage({"bf16": {"enabled": True}, "communication_data_type": "fp32"})
     assert "reduce_dtype=torch.float32" in migrated(script(config)).text

@@ -25,6 +25,11 @@ _DTYPES = {
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _ACCUMULATION = "gradient_accumulation_steps"
+# https://github.com/deepspeedai/DeepSpeed/pull/8068
+_NO_CLIPPING = (
+    "Newer DeepSpeed (0.19.8 does) clips to a norm of 1 where no `gradient_clipping` is given; "
+    "here nothing is clipped. Write the value that is meant, or 0."
+)
 
 
 @dataclass
@@ -57,6 +62,8 @@ def wish_of(draft: Draft, node: cst.CSTNode, configuration: Configuration) -> Wi
         instead = "keep DDP, or choose what to shard with `fully_shard`"
         draft.say(node, Kind.HAND, "zero_optimization.stage", why, instead)
         wish.is_left = True
+    if "gradient_clipping" not in keys:
+        draft.say(node, Kind.DIFFERS, "gradient_clipping", _NO_CLIPPING)
     _accumulation(draft, node, configuration, wish)
     return wish
 
