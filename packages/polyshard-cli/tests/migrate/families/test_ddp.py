@@ -67,6 +67,31 @@ def test_methods_and_types_are_listed() -> None:
     ]
 
 
+@pytest.mark.parametrize("module", ["model", "model.to(rank)"])
+def test_state_dicts_of_the_module_that_was_wrapped_are_listed(module: str) -> None:
+    found = migrated(f"""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        model = build()
+        model.load_state_dict(old)
+        ddp_model = DDP({module})
+        model.train()
+        save(model.state_dict())
+    """)
+    assert found.left == [(6, "state_dict")]
+
+
+@pytest.mark.parametrize("target", ["model: nn.Module", "model = self.model", "self.model = model"])
+def test_methods_are_listed_however_the_wrapper_is_assigned(target: str) -> None:
+    found = migrated(f"""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        class Trainer:
+            def __init__(self, net):
+                {target} = DDP(net)
+                save(model.state_dict())
+    """)
+    assert found.left == [(5, "state_dict")]
+
+
 def test_an_optimizer_made_before_is_not_passed_over() -> None:
     found = unchanged("""
         from torch import nn, optim

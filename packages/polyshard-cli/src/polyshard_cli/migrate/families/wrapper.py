@@ -21,6 +21,7 @@ __all__ = [
     "is_word",
     "keyword",
     "report_methods",
+    "report_uses",
 ]
 
 
@@ -223,6 +224,26 @@ def _is_for_optimizer(
 
 
 Rewrite = Callable[[cst.Attribute, cst.Call, Term], bool]
+
+_OF_MODULES = {"state_dict", "load_state_dict"}
+"""Methods that modules have without a wrapper; what they do changes where these are sharded."""
+
+
+def report_uses(draft: Draft, wrapping: Wrapping, table: Table, rewrite: Rewrite) -> None:
+    """As :func:`report_methods`, for variables that get what is wrapped, and that it is made of."""
+    assign = draft.view.parent(wrapping.call)
+    targets: list[cst.BaseExpression] = []
+    if isinstance(assign, cst.Assign):
+        targets = [each.target for each in assign.targets]
+    elif isinstance(assign, cst.AnnAssign):
+        targets = [assign.target]
+    for target in targets:
+        report_methods(draft, target, table, rewrite)
+    assert wrapping.module is not None
+    module = _without_calls(wrapping.module.value)
+    if dotted(module) and dotted(module) not in map(dotted, targets):
+        own = Table(table.title, tuple(t for t in table.terms if t.theirs in _OF_MODULES))
+        report_methods(draft, module, own, rewrite)
 
 
 def report_methods(
