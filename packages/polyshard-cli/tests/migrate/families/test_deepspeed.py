@@ -266,6 +266,12 @@ def test_methods_without_a_counterpart_are_listed() -> None:
     ]
 
 
+@pytest.mark.parametrize("holder", ["engine", "model"])
+def test_state_dicts_are_listed(holder: str) -> None:
+    found = left_in_loop(f"save({holder}.state_dict())\n")
+    assert found.left == [(17, "state_dict")]
+
+
 def test_an_expression_is_parenthesised() -> None:
     found = left_in_loop("engine.backward(loss / 2)\n")
     assert "\n        (loss / 2).backward()\n" in found.text

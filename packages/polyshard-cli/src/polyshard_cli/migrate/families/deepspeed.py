@@ -12,7 +12,7 @@ from polyshard_cli.migrate.editing.finding import Kind
 from polyshard_cli.migrate.editing.text import call_text
 from polyshard_cli.migrate.families.deepspeed_config import Wish, wish_of
 from polyshard_cli.migrate.families.deepspeed_site import Site, find_site
-from polyshard_cli.migrate.families.wrapper import bind, is_word, report_methods
+from polyshard_cli.migrate.families.wrapper import bind, is_word, report_methods, report_module
 from polyshard_cli.migrate.source.config import (
     Configuration,
     find_configuration,
@@ -130,6 +130,8 @@ def _commit(draft: Draft, use: Use, site: Site, wish: Wish) -> None:
         return _rewrite(draft, site, wish, access, call)
 
     report_methods(draft, site.engine_target, deepspeed.METHODS, rewrite)
+    if site.engine != site.model:
+        report_module(draft, site.model_argument, deepspeed.METHODS, rewrite)
     _start_group(draft, site)
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "is_word",
     "keyword",
     "report_methods",
+    "report_module",
     "report_uses",
 ]
 
@@ -241,7 +242,13 @@ def report_uses(draft: Draft, wrapping: Wrapping, table: Table, rewrite: Rewrite
         report_methods(draft, target, table, rewrite)
     assert wrapping.module is not None
     module = _without_calls(wrapping.module.value)
-    if dotted(module) and dotted(module) not in map(dotted, targets):
+    if dotted(module) not in map(dotted, targets):
+        report_module(draft, module, table, rewrite)
+
+
+def report_module(draft: Draft, module: cst.BaseExpression, table: Table, rewrite: Rewrite) -> None:
+    """As :func:`report_methods`, for the variable of a plain module, which is sharded in place."""
+    if dotted(module):
         own = Table(table.title, tuple(t for t in table.terms if t.theirs in _OF_MODULES))
         report_methods(draft, module, own, rewrite)
 

@@ -263,6 +263,18 @@ METHODS = Table(
         Term("load_checkpoint", HAND, f"`load` of {_DCP}; DeepSpeed's files are not read"),
         Term("save_16bit_model", HAND, "`get_model_state_dict` with `full_state_dict=True`"),
         Term("module", HAND, "there is no wrapper: drop `.module`"),
+        Term(
+            "state_dict",
+            HAND,
+            "sharded; a whole one: `get_model_state_dict` of "
+            "`torch.distributed.checkpoint.state_dict` with "
+            "`StateDictOptions(full_state_dict=True)`",
+        ),
+        Term(
+            "load_state_dict",
+            HAND,
+            "`set_model_state_dict` of `torch.distributed.checkpoint.state_dict`",
+        ),
         Term("is_gradient_accumulation_boundary", HAND, "count micro-batches"),
         Term("gradient_accumulation_steps", HAND, "count micro-batches"),
         Term("set_gradient_accumulation_boundary", HAND, "`model.set_requires_gradient_sync`"),
