@@ -55,6 +55,10 @@ def script(body: str) -> str:
             " keep_low_precision_grads=False)",
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)",
         ),
+        (
+            "mixed_precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=False)",
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        ),
     ],
 )
 def test_keywords(arguments: str, expected: str) -> None:
