@@ -92,6 +92,19 @@ def test_methods_are_listed_however_the_wrapper_is_assigned(target: str) -> None
     assert found.left == [(5, "state_dict")]
 
 
+@pytest.mark.parametrize(
+    "wrapped", ["DDP(net) if several else net", "torch.compile(DDP(net))", "DDP(net).to(rank)"]
+)
+def test_methods_are_listed_whatever_is_around_the_wrapper(wrapped: str) -> None:
+    found = migrated(f"""
+        import torch
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        model = {wrapped}
+        save(model.module.state_dict())
+    """)
+    assert found.left == [(4, "module")]
+
+
 def test_an_optimizer_made_before_is_not_passed_over() -> None:
     found = unchanged("""
         from torch import nn, optim

@@ -198,6 +198,19 @@ def _without_calls(node: cst.BaseExpression) -> cst.BaseExpression:
     return node
 
 
+def _around(view: FileView, call: cst.Call) -> cst.CSTNode:
+    """``call``, or what is around it and still the module: compiled, moved, one of two."""
+    node: cst.CSTNode = call
+    while True:
+        parent = view.parent(node)
+        outer = view.parent(parent) if isinstance(parent, cst.Arg | cst.Attribute) else parent
+        is_method = isinstance(outer, cst.Call) and outer.func is parent
+        is_compiled = isinstance(outer, cst.Call) and dotted(outer.func) == "torch.compile"
+        if outer is None or not (isinstance(outer, cst.IfExp) or is_method or is_compiled):
+            return node
+        node = outer
+
+
 def _is_for_optimizer(
     view: FileView, node: cst.CSTNode, seen: frozenset[cst.CSTNode] = frozenset()
 ) -> bool:
@@ -232,7 +245,7 @@ _OF_MODULES = {"state_dict", "load_state_dict"}
 
 def report_uses(draft: Draft, wrapping: Wrapping, table: Table, rewrite: Rewrite) -> None:
     """As :func:`report_methods`, for variables that get what is wrapped, and that it is made of."""
-    assign = draft.view.parent(wrapping.call)
+    assign = draft.view.parent(_around(draft.view, wrapping.call))
     targets: list[cst.BaseExpression] = []
     if isinstance(assign, cst.Assign):
         targets = [each.target for each in assign.targets]
