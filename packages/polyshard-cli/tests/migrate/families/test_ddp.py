@@ -105,6 +105,16 @@ def test_methods_are_listed_whatever_is_around_the_wrapper(wrapped: str) -> None
     assert found.left == [(4, "module")]
 
 
+def test_state_dicts_elsewhere_are_spoken_of() -> None:
+    found = migrated("""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        def wrapped(net): return DDP(net)
+        def save(model): torch.save(model.state_dict(), "model.pt")
+        save(wrapped(net))
+    """)
+    assert "state dicts are sharded, wherever the model goes" in found.messages()
+
+
 def test_an_optimizer_made_before_is_not_passed_over() -> None:
     found = unchanged("""
         from torch import nn, optim

@@ -15,9 +15,9 @@ NAMES = Table(
             "DistributedDataParallel",
             Verdict.REWRITTEN,
             "`fully_shard(model, plugins=[SameValues()])`",
-            "There is no wrapper and no `.module`. One unit holds the whole model while it runs: "
-            "shard layers first to save memory. Ranks with other initial values are refused. Make "
-            "the optimizer afterwards.",
+            "There is no wrapper and no `.module`, and state dicts are sharded, wherever the model "
+            "goes. One unit holds the whole model while it runs: shard layers first to save "
+            "memory. Ranks with other initial values are refused. Make the optimizer afterwards.",
         ),
     ),
 )

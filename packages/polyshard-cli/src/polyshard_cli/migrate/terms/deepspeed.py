@@ -202,7 +202,8 @@ NAMES = Table(
             "initialize",
             REWRITTEN,
             "`fully_shard` before the optimizer is made; the module is the engine",
-            "Start it with torchrun. Ranks with other initial values are refused.",
+            "Start it with torchrun. Ranks with other initial values are refused. State dicts are "
+            "sharded, wherever the model goes.",
         ),
         Term(
             "init_distributed",
