@@ -59,11 +59,13 @@ def test_methods_and_types_are_listed() -> None:
         save(model.module.state_dict())
         model.register_comm_hook(None, hook)
         isinstance(model, DDP)
+        model.require_backward_grad_sync = last
     """)
     assert found.left == [
         (4, "module"),
         (5, "register_comm_hook"),
         (6, "DistributedDataParallel"),
+        (7, "require_backward_grad_sync"),
     ]
 
 

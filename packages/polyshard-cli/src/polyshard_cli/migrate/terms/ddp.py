@@ -59,6 +59,7 @@ METHODS = Table(
         Term("no_sync", Verdict.MOVED, "the same"),
         Term("forward", Verdict.MOVED, "the same"),
         Term("train", Verdict.MOVED, "the same"),
+        Term("require_backward_grad_sync", HAND, "`model.set_requires_gradient_sync(...)`"),
         Term("broadcast_buffers", HAND, "buffers are each rank's own"),
         Term("scatter", HAND, "move inputs yourself"),
         Term("to_kwargs", HAND, "move inputs yourself"),
