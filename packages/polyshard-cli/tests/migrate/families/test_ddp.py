@@ -146,6 +146,19 @@ def test_an_optimizer_is_seen_however_it_gets_the_parameters(made: str, module: 
     assert found.left == [(4, "DistributedDataParallel")]
 
 
+@pytest.mark.parametrize(
+    "made", ["model.configure_optimizers(0.1, lr)", "make_optimizer(args, model=model)"]
+)
+def test_an_optimizer_is_seen_that_a_function_makes(made: str) -> None:
+    found = unchanged(f"""
+        from torch import nn
+        model = build()
+        optimizer = {made}
+        model = nn.parallel.DistributedDataParallel(model)
+    """)
+    assert found.left == [(4, "DistributedDataParallel")]
+
+
 def test_an_optimizer_of_parameters_that_were_kept_is_seen() -> None:
     found = unchanged("""
         from torch import nn, optim

@@ -181,14 +181,20 @@ def check_optimizer(wrapping: Wrapping, term: Term) -> None:
     """Leave a call before which an optimizer is made: it would hold parameters that are gone."""
     view, module = wrapping.view, wrapping.module
     for mention in view.mentions(_without_calls(module.value)) if module else ():
-        access = view.parent(mention)
-        if not isinstance(access, cst.Attribute) or not access.attr.value.endswith("parameters"):
-            continue
-        if view.is_before(mention, wrapping.call) and _is_for_optimizer(view, access):
+        if view.is_before(mention, wrapping.call) and _goes_to_optimizer(view, mention):
             line, where = view.line(wrapping.call), view.line(mention)
             why = f"in line {where}, before it, an optimizer is made of the parameters."
             instead = "make the optimizer afterwards"
             wrapping.left.append(Finding(line, Kind.HAND, term.theirs, why, instead))
+
+
+def _goes_to_optimizer(view: FileView, mention: cst.BaseExpression) -> bool:
+    """Whether an optimizer is made of a module's parameters, or by something called like one."""
+    access = view.parent(mention)
+    if isinstance(access, cst.Attribute) and access.attr.value.endswith("parameters"):
+        return _is_for_optimizer(view, access)
+    call = view.parent(access) if isinstance(access, cst.Arg | cst.Attribute) else None
+    return isinstance(call, cst.Call) and "optimizer" in dotted(call.func).lower()
 
 
 def _without_calls(node: cst.BaseExpression) -> cst.BaseExpression:
