@@ -107,6 +107,12 @@ def test_methods_are_listed_whatever_is_around_the_wrapper(wrapped: str) -> None
     assert found.left == [(4, "module")]
 
 
+def test_buffers_are_spoken_of_without_a_keyword() -> None:
+    """DDP broadcasts those of rank 0 by default."""
+    found = migrated("from torch.nn.parallel import DistributedDataParallel as DDP\nDDP(net)\n")
+    assert "Buffers are each rank's own" in found.messages()
+
+
 def test_state_dicts_elsewhere_are_spoken_of() -> None:
     found = migrated("""
         from torch.nn.parallel import DistributedDataParallel as DDP

@@ -17,7 +17,8 @@ NAMES = Table(
             "`fully_shard(model, plugins=[SameValues()])`",
             "There is no wrapper and no `.module`, and state dicts are sharded, wherever the model "
             "goes. One unit holds the whole model while it runs: shard layers first to save "
-            "memory. Ranks with other initial values are refused. Make the optimizer afterwards.",
+            "memory. Ranks with other initial values are refused. Buffers are each rank's own, as "
+            "those of batch norms. Make the optimizer afterwards.",
         ),
     ),
 )
