@@ -100,6 +100,8 @@ def test_stages(zero: dict[str, Any], expected: str) -> None:
         (stage({"gradient_accumulation_steps": 4}), "gradient_accumulation_steps", "no_sync()"),
         (stage({"gradient_clipping": "auto"}), "gradient_clipping", "transformers"),
         (stage({"communication_data_type": "int8"}), "communication_data_type", "reduce_dtype"),
+        (stage({"communication_data_type": ["fp32"]}), "communication_data_type", "reduce_dtype"),
+        (stage({"bf16": 1}), "bf16", "bfloat16"),
         (stage({"sparse_gradients": True}), "sparse_gradients", "dense"),
         (stage({"elasticity": {"enabled": True}}), "elasticity", "torchrun"),
         (stage({"pipeline": {"stages": 4}}), "pipeline", "torch.distributed.pipelining"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -155,14 +155,15 @@ def _clipping(setting: Setting, wish: Wish) -> bool:
 
 
 def _bf16(setting: Setting, wish: Wish) -> bool:
-    known = setting.value is True or set(setting.value) <= {"enabled"}
+    value = setting.value
+    known = value is True or (isinstance(value, Mapping) and set(value) <= {"enabled"})
     if known:
         wish.precision["param_dtype"] = "torch.bfloat16"
     return known
 
 
 def _communication(setting: Setting, wish: Wish) -> bool:
-    dtype = _DTYPES.get(setting.value)
+    dtype = _DTYPES.get(str(setting.value))
     if dtype:
         wish.precision["reduce_dtype"] = dtype
     return dtype is not None
