@@ -274,6 +274,14 @@ def test_state_dicts_are_listed(holder: str) -> None:
     assert found.left == [(17, "state_dict")]
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_a_step_where_a_name_is_another_is_listed(name: str) -> None:
+    inner = f"def step({name}):\n    engine.backward(loss)\n    engine.step()\n"
+    found = left_in_loop(inner)
+    assert found.left == [(19, "step")]
+    assert found.text.endswith("            loss.backward()\n            engine.step()\n")
+
+
 def test_an_expression_is_parenthesised() -> None:
     found = left_in_loop("engine.backward(loss / 2)\n")
     assert "\n        (loss / 2).backward()\n" in found.text

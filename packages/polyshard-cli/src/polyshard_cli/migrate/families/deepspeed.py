@@ -144,7 +144,7 @@ def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: 
         loss = draft.view.code(call.args[0].value)
         simple = isinstance(call.args[0].value, cst.Name | cst.Attribute | cst.Call)
         text = [f"{loss}.backward()" if simple else f"({loss}).backward()"]
-    elif access.attr.value == "step" and not call.args:
+    elif access.attr.value == "step" and not call.args and _sees(draft, site, call):
         clip = f"clip_grad_norm_({site.model}.parameters(), {wish.clipping})"
         text = [f"{site.optimizer}.step()", f"{site.optimizer}.zero_grad()"]
         text = [clip, *text] if wish.clipping else text
@@ -156,6 +156,14 @@ def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: 
     message = f"`{written}` is {', '.join(f'`{each}`' for each in text)}."
     draft.say(call, Kind.CHANGED, access.attr.value, message)
     return True
+
+
+def _sees(draft: Draft, site: Site, node: cst.CSTNode) -> bool:
+    """Whether model and optimizer are, where ``node`` is, what they are at ``site``."""
+    return all(
+        draft.view.assignments(node, name) == draft.view.assignments(site.line, name)
+        for name in (site.model, site.optimizer)
+    )
 
 
 def _start_group(draft: Draft, site: Site) -> None:
