@@ -59,12 +59,68 @@ def test_methods_and_types_are_listed() -> None:
         save(model.module.state_dict())
         model.register_comm_hook(None, hook)
         isinstance(model, DDP)
+        model.require_backward_grad_sync = last
     """)
     assert found.left == [
         (4, "module"),
         (5, "register_comm_hook"),
         (6, "DistributedDataParallel"),
+        (7, "require_backward_grad_sync"),
     ]
+
+
+@pytest.mark.parametrize("module", ["model", "model.to(rank)"])
+def test_state_dicts_of_the_module_that_was_wrapped_are_listed(module: str) -> None:
+    found = migrated(f"""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        model = build()
+        model.load_state_dict(old)
+        ddp_model = DDP({module})
+        model.train()
+        save(model.state_dict())
+    """)
+    assert found.left == [(6, "state_dict")]
+
+
+@pytest.mark.parametrize("target", ["model: nn.Module", "model = self.model", "self.model = model"])
+def test_methods_are_listed_however_the_wrapper_is_assigned(target: str) -> None:
+    found = migrated(f"""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        class Trainer:
+            def __init__(self, net):
+                {target} = DDP(net)
+                save(model.state_dict())
+    """)
+    assert found.left == [(5, "state_dict")]
+
+
+@pytest.mark.parametrize(
+    "wrapped", ["DDP(net) if several else net", "torch.compile(DDP(net))", "DDP(net).to(rank)"]
+)
+def test_methods_are_listed_whatever_is_around_the_wrapper(wrapped: str) -> None:
+    found = migrated(f"""
+        import torch
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        model = {wrapped}
+        save(model.module.state_dict())
+    """)
+    assert found.left == [(4, "module")]
+
+
+def test_buffers_are_spoken_of_without_a_keyword() -> None:
+    """DDP broadcasts those of rank 0 by default."""
+    found = migrated("from torch.nn.parallel import DistributedDataParallel as DDP\nDDP(net)\n")
+    assert "Buffers are each rank's own" in found.messages()
+
+
+def test_state_dicts_elsewhere_are_spoken_of() -> None:
+    found = migrated("""
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        def wrapped(net): return DDP(net)
+        def save(model): torch.save(model.state_dict(), "model.pt")
+        save(wrapped(net))
+    """)
+    assert "state dicts are sharded, wherever the model goes" in found.messages()
 
 
 def test_an_optimizer_made_before_is_not_passed_over() -> None:
@@ -92,6 +148,19 @@ def test_an_optimizer_is_seen_however_it_gets_the_parameters(made: str, module: 
         model = build()
         optimizer = {made}
         model = nn.parallel.DistributedDataParallel({module})
+    """)
+    assert found.left == [(4, "DistributedDataParallel")]
+
+
+@pytest.mark.parametrize(
+    "made", ["model.configure_optimizers(0.1, lr)", "make_optimizer(args, model=model)"]
+)
+def test_an_optimizer_is_seen_that_a_function_makes(made: str) -> None:
+    found = unchanged(f"""
+        from torch import nn
+        model = build()
+        optimizer = {made}
+        model = nn.parallel.DistributedDataParallel(model)
     """)
     assert found.left == [(4, "DistributedDataParallel")]
 

@@ -100,6 +100,8 @@ def test_stages(zero: dict[str, Any], expected: str) -> None:
         (stage({"gradient_accumulation_steps": 4}), "gradient_accumulation_steps", "no_sync()"),
         (stage({"gradient_clipping": "auto"}), "gradient_clipping", "transformers"),
         (stage({"communication_data_type": "int8"}), "communication_data_type", "reduce_dtype"),
+        (stage({"communication_data_type": ["fp32"]}), "communication_data_type", "reduce_dtype"),
+        (stage({"bf16": 1}), "bf16", "bfloat16"),
         (stage({"sparse_gradients": True}), "sparse_gradients", "dense"),
         (stage({"elasticity": {"enabled": True}}), "elasticity", "torchrun"),
         (stage({"pipeline": {"stages": 4}}), "pipeline", "torch.distributed.pipelining"),
@@ -150,6 +152,13 @@ def test_refused_and_by_hand_are_told_apart() -> None:
     assert "fp16" in [term for _, term in found.of(Kind.HAND)]
 
 
+@pytest.mark.parametrize(("clipping", "says"), [({}, True), ({"gradient_clipping": 0}, False)])
+def test_a_default_that_depends_on_the_version(clipping: dict[str, Any], *, says: bool) -> None:
+    found = migrated(script(stage(clipping)))
+    assert ("gradient_clipping" in [term for _, term in found.of(Kind.DIFFERS)]) == says
+    assert "clip_grad_norm_" not in found.text
+
+
 def test_a_reduce_dtype() -> None:
     config = stage({"bf16": {"enabled": True}, "communication_data_type": "fp32"})
     assert "reduce_dtype=torch.float32" in migrated(script(config)).text
@@ -174,6 +183,12 @@ def test_a_file_that_the_command_line_names(tmp_path: Path) -> None:
     found = migrated(script(initialize=call), configuration=path)
     assert "reshard_after_forward=False" in found.text
     assert not found.left
+
+
+def test_a_file_for_other_scripts_does_not_replace_a_scripts_own_dict(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(stage({"gradient_clipping": 0.5}, 2)))
+    assert migrated(script(), configuration=path).text == migrated(script()).text
 
 
 @pytest.mark.parametrize(
@@ -253,6 +268,20 @@ def test_methods_without_a_counterpart_are_listed() -> None:
     ]
 
 
+@pytest.mark.parametrize("holder", ["engine", "model"])
+def test_state_dicts_are_listed(holder: str) -> None:
+    found = left_in_loop(f"save({holder}.state_dict())\n")
+    assert found.left == [(17, "state_dict")]
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_a_step_where_a_name_is_another_is_listed(name: str) -> None:
+    inner = f"def step({name}):\n    engine.backward(loss)\n    engine.step()\n"
+    found = left_in_loop(inner)
+    assert found.left == [(19, "step")]
+    assert found.text.endswith("            loss.backward()\n            engine.step()\n")
+
+
 def test_an_expression_is_parenthesised() -> None:
     found = left_in_loop("engine.backward(loss / 2)\n")
     assert "\n        (loss / 2).backward()\n" in found.text
@@ -297,3 +326,51 @@ def test_sharding_is_not_moved_above_the_start_of_the_process_group() -> None:
 def test_two_engines_are_too_many() -> None:
     found = unchanged(script() + "\n\n" + script().replace("import deepspeed\nimport torch", ""))
     assert "more than once" in found.messages()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "config['gradient_accumulation_steps'] = 4",
+        "config['zero_optimization']['offload_param'] = {'device': 'cpu'}",
+        "config['zero_optimization']['stage'] += 1",
+        "del config['gradient_clipping']",
+        "config.update(gradient_clipping=1.0)",
+        "config['zero_optimization'].update(stage=2)",
+        "fill(config, args)",
+    ],
+)
+def test_a_dict_that_is_changed_is_not_what_it_was_written_as(change: str) -> None:
+    start = "    torch.distributed.init_process_group()\n"
+    changed = script().replace(start, f"    {change}\n{start}")
+    found = unchanged(changed)
+    assert [term for _, term in found.left] == ["config"]
+    assert "which only reads it" in found.messages()
+
+
+def test_a_dict_that_is_read_is_known() -> None:
+    start = "    torch.distributed.init_process_group()\n"
+    reads = "    size = config['train_batch_size'] + config.get('other', {}).get('size', 1)\n"
+    assert not migrated(script().replace(start, reads + start)).left
+
+
+SIZES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+
+
+def test_sizes_of_batches_that_ask_for_accumulation() -> None:
+    found = unchanged(script(stage(SIZES)))
+    assert "gradient_accumulation_steps" in [term for _, term in found.left]
+    assert "64 / (4 * ranks)" in found.messages()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {**SIZES, "gradient_accumulation_steps": 1},
+        {**SIZES, "train_batch_size": "auto"},
+        {"train_batch_size": 64},
+        {"train_micro_batch_size_per_gpu": 4},
+    ],
+)
+def test_sizes_of_batches_that_do_not(sizes: dict[str, Any]) -> None:
+    assert not migrated(script(stage(sizes))).left

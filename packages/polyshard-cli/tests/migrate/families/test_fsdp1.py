@@ -55,6 +55,10 @@ def script(body: str) -> str:
             " keep_low_precision_grads=False)",
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)",
         ),
+        (
+            "mixed_precision=MixedPrecision(torch.bfloat16, cast_forward_inputs=False)",
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        ),
     ],
 )
 def test_keywords(arguments: str, expected: str) -> None:
@@ -289,6 +293,21 @@ def test_methods_of_the_wrapper() -> None:
         (10, "FullyShardedDataParallel"),
         (11, "state_dict"),
     ]
+
+
+def test_clipping_is_not_rewritten_where_its_import_does_not_reach() -> None:
+    found = migrated("""
+        class Trainer:
+            def __init__(self, net):
+                from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+                self.model = FSDP(net)
+                self.model.clip_grad_norm_(1.0)
+            def step(self):
+                self.model.clip_grad_norm_(1.0)
+    """)
+    assert "        clip_grad_norm_(self.model.parameters(), 1.0)\n    def step" in found.text
+    assert found.text.endswith("        self.model.clip_grad_norm_(1.0)\n")
+    assert found.left == [(7, "clip_grad_norm_")]
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Literal
 
 import plan_models
 import pytest
 import torch
 import torch.nn.functional as F
 from plan_runs import measured_peak
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from polyshard_cli.plan import Settings, draft, parse_mesh
+from polyshard_cli.plan.dry_run.probing import Account, Recorder, leaves_of
 from polyshard_testing.world import World
 
 SMALL = Settings(
@@ -149,3 +151,26 @@ def test_tiers_hold_what_leaves_the_device() -> None:
     away = draft(replace(SMALL, offload="params=host")).memory
     assert set(away.tiers["host"]) == {"parameters", "gradients"}
     assert (away.phases[0].parameters, away.phases[0].gradients) == (0, 0)
+
+
+@pytest.mark.parametrize(("optimizer", "values"), [("adamw", 1), ("momentum", 0), ("sgd", 0)])
+def test_what_optimizers_hold_while_they_step(optimizer: Literal["adamw"], values: int) -> None:
+    """Values an element: AdamW's foreach step makes roots of its second moments."""
+    *_, stepping = draft(replace(PAIR, optimizer=optimizer)).memory.phases
+    assert (stepping.name, stepping.transfers) == ("optimizer", values * stepping.parameters)
+
+
+@pytest.mark.parametrize(("make", "values"), [(torch.optim.AdamW, 1), (torch.optim.SGD, 0)])
+def test_so_do_torchs(make: Any, values: int) -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    settings = {"momentum": 0.9} if make is torch.optim.SGD else {}
+    optimizer = make([parameter], lr=0.1, foreach=True, **settings)
+    recorder, account = Recorder(), Account()
+    for _ in range(2):  # state is made in the first step
+        parameter.grad = torch.ones(1000)
+        with recorder, recorder.on(account):
+            account.peak_bytes = 0
+            recorder.know([parameter, parameter.grad])
+            recorder.know(leaves_of(dict(optimizer.state)))
+            optimizer.step()
+    assert account.peak_bytes == pytest.approx(values * parameter.nbytes, abs=100)

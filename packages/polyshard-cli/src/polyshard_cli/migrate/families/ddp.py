@@ -12,7 +12,7 @@ from polyshard_cli.migrate.families.wrapper import (
     bind,
     check_optimizer,
     is_word,
-    report_methods,
+    report_uses,
 )
 from polyshard_cli.migrate.source.view import Use
 from polyshard_cli.migrate.terms import ddp
@@ -55,9 +55,7 @@ def _migrate(draft: Draft, use: Use, call: cst.Call) -> bool:
     draft.findings += wrapping.findings
     draft.say(call, Kind.CHANGED, _WRAPPER.theirs, "it is `fully_shard`.")
     draft.differs(call, _WRAPPER)
-    assign = draft.view.parent(call)
-    if isinstance(assign, cst.Assign) and len(assign.targets) == 1:
-        report_methods(draft, assign.targets[0].target, ddp.METHODS, _nothing)
+    report_uses(draft, wrapping, ddp.METHODS, _nothing)
     return True
 
 

@@ -12,7 +12,7 @@ from polyshard_cli.migrate.editing.finding import Kind
 from polyshard_cli.migrate.editing.text import call_text
 from polyshard_cli.migrate.families.deepspeed_config import Wish, wish_of
 from polyshard_cli.migrate.families.deepspeed_site import Site, find_site
-from polyshard_cli.migrate.families.wrapper import bind, is_word, report_methods
+from polyshard_cli.migrate.families.wrapper import bind, is_word, report_methods, report_module
 from polyshard_cli.migrate.source.config import (
     Configuration,
     find_configuration,
@@ -59,7 +59,10 @@ def _migrate(draft: Draft, use: Use, call: cst.Call, beside: Beside) -> bool:
         return False
     configuration = _configuration(draft, given, beside)
     if configuration is None:
-        why = "its configuration is neither a dict in this file nor a JSON file that it names."
+        why = (
+            "its configuration is neither a dict written out in this file, which only reads it, "
+            "nor a JSON file that it names."
+        )
         instead = "name it: polyshard migrate --deepspeed-config FILE"
         draft.say(call, Kind.HAND, "config", why, instead)
         return False
@@ -83,10 +86,12 @@ def _migrate(draft: Draft, use: Use, call: cst.Call, beside: Beside) -> bool:
 
 
 def _configuration(draft: Draft, given: dict[str, cst.Arg], beside: Beside) -> Configuration | None:
-    if beside.configuration is not None:
-        return load_configuration(beside.configuration)
+    """What the call is given; the file that the user names is that of the command line."""
     arg = given.get("config") or given.get("config_params")
-    return find_configuration(draft.view, arg.value, beside.folder) if arg else None
+    own = find_configuration(draft.view, arg.value, beside.folder) if arg else None
+    if own is None and beside.configuration is not None:
+        return load_configuration(beside.configuration)
+    return own
 
 
 def _needed(wish: Wish) -> set[str]:
@@ -125,6 +130,8 @@ def _commit(draft: Draft, use: Use, site: Site, wish: Wish) -> None:
         return _rewrite(draft, site, wish, access, call)
 
     report_methods(draft, site.engine_target, deepspeed.METHODS, rewrite)
+    if site.engine != site.model:
+        report_module(draft, site.model_argument, deepspeed.METHODS, rewrite)
     _start_group(draft, site)
 
 
@@ -137,7 +144,7 @@ def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: 
         loss = draft.view.code(call.args[0].value)
         simple = isinstance(call.args[0].value, cst.Name | cst.Attribute | cst.Call)
         text = [f"{loss}.backward()" if simple else f"({loss}).backward()"]
-    elif access.attr.value == "step" and not call.args:
+    elif access.attr.value == "step" and not call.args and _sees(draft, site, call):
         clip = f"clip_grad_norm_({site.model}.parameters(), {wish.clipping})"
         text = [f"{site.optimizer}.step()", f"{site.optimizer}.zero_grad()"]
         text = [clip, *text] if wish.clipping else text
@@ -149,6 +156,14 @@ def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: 
     message = f"`{written}` is {', '.join(f'`{each}`' for each in text)}."
     draft.say(call, Kind.CHANGED, access.attr.value, message)
     return True
+
+
+def _sees(draft: Draft, site: Site, node: cst.CSTNode) -> bool:
+    """Whether model and optimizer are, where ``node`` is, what they are at ``site``."""
+    return all(
+        draft.view.assignments(node, name) == draft.view.assignments(site.line, name)
+        for name in (site.model, site.optimizer)
+    )
 
 
 def _start_group(draft: Draft, site: Site) -> None:

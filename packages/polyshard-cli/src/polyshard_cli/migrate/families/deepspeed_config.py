@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -10,6 +10,7 @@ import libcst as cst
 from polyshard_cli.migrate.editing.draft import Draft
 from polyshard_cli.migrate.editing.finding import Finding, Kind
 from polyshard_cli.migrate.source.config import Configuration, Setting
+from polyshard_cli.migrate.terms.deepspeed import KEYS
 from polyshard_cli.migrate.terms.term import Term, Verdict
 
 __all__ = ["Wish", "wish_of"]
@@ -20,6 +21,15 @@ _DTYPES = {
     "bf16": "torch.bfloat16",
     "bfp16": "torch.bfloat16",
 }
+
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_ACCUMULATION = "gradient_accumulation_steps"
+# https://github.com/deepspeedai/DeepSpeed/pull/8068
+_NO_CLIPPING = (
+    "Newer DeepSpeed (0.19.8 does) clips to a norm of 1 where no `gradient_clipping` is given; "
+    "here nothing is clipped. Write the value that is meant, or 0."
+)
 
 
 @dataclass
@@ -52,7 +62,24 @@ def wish_of(draft: Draft, node: cst.CSTNode, configuration: Configuration) -> Wi
         instead = "keep DDP, or choose what to shard with `fully_shard`"
         draft.say(node, Kind.HAND, "zero_optimization.stage", why, instead)
         wish.is_left = True
+    if "gradient_clipping" not in keys:
+        draft.say(node, Kind.DIFFERS, "gradient_clipping", _NO_CLIPPING)
+    _accumulation(draft, node, configuration, wish)
     return wish
+
+
+def _accumulation(
+    draft: Draft, node: cst.CSTNode, configuration: Configuration, wish: Wish
+) -> None:
+    """Of two sizes of batches DeepSpeed works out how many micro-batches a step has."""
+    sizes = [configuration.values.get(key) for key in _SIZES]
+    if all(isinstance(size, int) for size in sizes) and not configuration.values.get(_ACCUMULATION):
+        term = KEYS.find(_ACCUMULATION)
+        assert term is not None
+        why = f"{configuration.name}: a step has {sizes[0]} / ({sizes[1]} * ranks) micro-batches."
+        instead = f'write `"{_ACCUMULATION}": 1` if that is 1; else {term.ours}'
+        draft.say(node, Kind.HAND, _ACCUMULATION, why, instead)
+        wish.is_left = True
 
 
 def _take(draft: Draft, node: cst.CSTNode, setting: Setting, wish: Wish) -> None:
@@ -128,14 +155,15 @@ def _clipping(setting: Setting, wish: Wish) -> bool:
 
 
 def _bf16(setting: Setting, wish: Wish) -> bool:
-    known = setting.value is True or set(setting.value) <= {"enabled"}
+    value = setting.value
+    known = value is True or (isinstance(value, Mapping) and set(value) <= {"enabled"})
     if known:
         wish.precision["param_dtype"] = "torch.bfloat16"
     return known
 
 
 def _communication(setting: Setting, wish: Wish) -> bool:
-    dtype = _DTYPES.get(setting.value)
+    dtype = _DTYPES.get(str(setting.value))
     if dtype:
         wish.precision["reduce_dtype"] = dtype
     return dtype is not None

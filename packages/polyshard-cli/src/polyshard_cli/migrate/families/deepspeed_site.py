@@ -25,7 +25,7 @@ class Site:
     Attributes:
         line: it.
         engine, returned: names of what it returns; ``_`` for what is not wanted.
-        engine_target: the name ``engine`` in the statement.
+        engine_target, model_argument: the names ``engine`` and ``model`` in the statement.
         model, optimizer: the variables that it is given.
         optimizer_line: where the optimizer is made, in the same block.
     """
@@ -33,6 +33,7 @@ class Site:
     line: cst.SimpleStatementLine
     engine: str
     engine_target: cst.Name
+    model_argument: cst.Name
     returned: str
     model: str
     optimizer: str
@@ -61,8 +62,8 @@ def find_site(draft: Draft, call: cst.Call, given: dict[str, cst.Arg]) -> Site |
     if why := _mismatch(view, model.value, made, line) or _escape(view, targets[0], line):
         return why
     engine, returned = targets[:2]
-    names = engine.value, engine, returned.value, model.value.value, optimizer.value.value
-    return Site(line, *names, made)
+    names = returned.value, model.value.value, optimizer.value.value
+    return Site(line, engine.value, engine, model.value, *names, made)
 
 
 def _targets(view: FileView, call: cst.Call) -> list[cst.Name]:

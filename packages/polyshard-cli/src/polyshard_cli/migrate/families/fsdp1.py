@@ -8,8 +8,8 @@ from polyshard_cli.migrate.editing.draft import Draft
 from polyshard_cli.migrate.editing.finding import Kind
 from polyshard_cli.migrate.families.fsdp1_keywords import translate
 from polyshard_cli.migrate.families.units import place, shard_call
-from polyshard_cli.migrate.families.wrapper import Wrapping, check_optimizer, report_methods
-from polyshard_cli.migrate.source.view import Use
+from polyshard_cli.migrate.families.wrapper import Wrapping, check_optimizer, report_uses
+from polyshard_cli.migrate.source.view import Use, dotted
 from polyshard_cli.migrate.terms import fsdp1
 from polyshard_cli.migrate.terms.term import Term
 
@@ -88,20 +88,20 @@ def _commit(draft: Draft, wrapping: Wrapping) -> None:
     draft.findings += [each for each in wrapping.findings if each not in draft.findings]
     draft.say(wrapping.call, Kind.CHANGED, _WRAPPER.theirs, "it is `fully_shard`.")
     draft.differs(wrapping.call, _WRAPPER)
-    assign = draft.view.parent(wrapping.call)
-    if isinstance(assign, cst.Assign) and len(assign.targets) == 1:
-        target = assign.targets[0].target
 
-        def clip(access: cst.Attribute, call: cst.Call, term: Term) -> bool:
-            return _clip(draft, wrapping.use, access, call)
+    def clip(access: cst.Attribute, call: cst.Call, term: Term) -> bool:
+        return _clip(draft, wrapping.use, access, call)
 
-        report_methods(draft, target, fsdp1.METHODS, clip)
+    report_uses(draft, wrapping, fsdp1.METHODS, clip)
 
 
 def _clip(draft: Draft, use: Use, access: cst.Attribute, call: cst.Call) -> bool:
     """``model.clip_grad_norm_(1.0)`` becomes ``clip_grad_norm_(model.parameters(), 1.0)``."""
     if access.attr.value != "clip_grad_norm_" or not draft.can_want(use, "clip_grad_norm_"):
         return False
+    wrapper = dotted(use.node).partition(".")[0]
+    if draft.view.assignments(call, wrapper) != draft.view.assignments(use.node, wrapper):
+        return False  # what is imported within another function is not there
     first = cst.Arg(cst.parse_expression(f"{draft.view.code(access.value)}.parameters()"))
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:

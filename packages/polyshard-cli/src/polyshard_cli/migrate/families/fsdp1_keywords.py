@@ -125,16 +125,16 @@ def _precision(wrapping: Wrapping, arg: cst.Arg, term: Term) -> None:
     for at, (name, field) in enumerate(fields.items()):
         own = fsdp1.PRECISION.find(name)
         assert own is not None
-        if own.verdict is Verdict.REWRITTEN:
+        if is_word(field.value, _DEFAULTS.get(name, "")):
+            wrapping.consumed.add(field)
+        elif own.verdict is Verdict.REWRITTEN:
             kept[at] = (name, None)
         elif own.verdict is Verdict.DROPPED:
             wrapping.drop(field, own)
-        elif is_word(field.value, _HARMLESS.get(name, "")):
-            wrapping.consumed.add(field)
         else:
             wrapping.leave(field, own, f"`{name}` is not the same thing there.")
     own = fsdp1.PRECISION.find("cast_forward_inputs")
-    if own is not None and own.theirs not in fields:
+    if own is not None and (own.theirs, None) not in kept.values():
         _note(wrapping, value, own.theirs, own.differs)
     wrapping.edits[value] = call_with(Shape("MixedPrecisionPolicy", kept, {}))
     wrapping.consumed.add(value.func)
@@ -147,7 +147,11 @@ def _precision(wrapping: Wrapping, arg: cst.Arg, term: Term) -> None:
     wrapping.kept[arg] = ("mp_policy", text)
 
 
-_HARMLESS = {"keep_low_precision_grads": "False", "cast_root_forward_inputs": "True"}
+_DEFAULTS = {
+    "keep_low_precision_grads": "False",
+    "cast_forward_inputs": "False",  # but of the root, for which it would leave them uncast here
+    "cast_root_forward_inputs": "True",
+}
 
 
 def _mesh(wrapping: Wrapping, arg: cst.Arg, _: Term) -> None:

@@ -21,6 +21,8 @@ __all__ = [
     "is_word",
     "keyword",
     "report_methods",
+    "report_module",
+    "report_uses",
 ]
 
 
@@ -179,14 +181,20 @@ def check_optimizer(wrapping: Wrapping, term: Term) -> None:
     """Leave a call before which an optimizer is made: it would hold parameters that are gone."""
     view, module = wrapping.view, wrapping.module
     for mention in view.mentions(_without_calls(module.value)) if module else ():
-        access = view.parent(mention)
-        if not isinstance(access, cst.Attribute) or not access.attr.value.endswith("parameters"):
-            continue
-        if view.is_before(mention, wrapping.call) and _is_for_optimizer(view, access):
+        if view.is_before(mention, wrapping.call) and _goes_to_optimizer(view, mention):
             line, where = view.line(wrapping.call), view.line(mention)
             why = f"in line {where}, before it, an optimizer is made of the parameters."
             instead = "make the optimizer afterwards"
             wrapping.left.append(Finding(line, Kind.HAND, term.theirs, why, instead))
+
+
+def _goes_to_optimizer(view: FileView, mention: cst.BaseExpression) -> bool:
+    """Whether an optimizer is made of a module's parameters, or by something called like one."""
+    access = view.parent(mention)
+    if isinstance(access, cst.Attribute) and access.attr.value.endswith("parameters"):
+        return _is_for_optimizer(view, access)
+    call = view.parent(access) if isinstance(access, cst.Arg | cst.Attribute) else None
+    return isinstance(call, cst.Call) and "optimizer" in dotted(call.func).lower()
 
 
 def _without_calls(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -194,6 +202,19 @@ def _without_calls(node: cst.BaseExpression) -> cst.BaseExpression:
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         node = node.func.value
     return node
+
+
+def _around(view: FileView, call: cst.Call) -> cst.CSTNode:
+    """``call``, or what is around it and still the module: compiled, moved, one of two."""
+    node: cst.CSTNode = call
+    while True:
+        parent = view.parent(node)
+        outer = view.parent(parent) if isinstance(parent, cst.Arg | cst.Attribute) else parent
+        is_method = isinstance(outer, cst.Call) and outer.func is parent
+        is_compiled = isinstance(outer, cst.Call) and dotted(outer.func) == "torch.compile"
+        if outer is None or not (isinstance(outer, cst.IfExp) or is_method or is_compiled):
+            return node
+        node = outer
 
 
 def _is_for_optimizer(
@@ -223,6 +244,32 @@ def _is_for_optimizer(
 
 
 Rewrite = Callable[[cst.Attribute, cst.Call, Term], bool]
+
+_OF_MODULES = {"state_dict", "load_state_dict"}
+"""Methods that modules have without a wrapper; what they do changes where these are sharded."""
+
+
+def report_uses(draft: Draft, wrapping: Wrapping, table: Table, rewrite: Rewrite) -> None:
+    """As :func:`report_methods`, for variables that get what is wrapped, and that it is made of."""
+    assign = draft.view.parent(_around(draft.view, wrapping.call))
+    targets: list[cst.BaseExpression] = []
+    if isinstance(assign, cst.Assign):
+        targets = [each.target for each in assign.targets]
+    elif isinstance(assign, cst.AnnAssign):
+        targets = [assign.target]
+    for target in targets:
+        report_methods(draft, target, table, rewrite)
+    assert wrapping.module is not None
+    module = _without_calls(wrapping.module.value)
+    if dotted(module) not in map(dotted, targets):
+        report_module(draft, module, table, rewrite)
+
+
+def report_module(draft: Draft, module: cst.BaseExpression, table: Table, rewrite: Rewrite) -> None:
+    """As :func:`report_methods`, for the variable of a plain module, which is sharded in place."""
+    if dotted(module):
+        own = Table(table.title, tuple(t for t in table.terms if t.theirs in _OF_MODULES))
+        report_methods(draft, module, own, rewrite)
 
 
 def report_methods(

@@ -117,13 +117,33 @@ def find_configuration(
     view: FileView, value: cst.BaseExpression, folder: Path
 ) -> Configuration | None:
     """What an argument is, where it is a dict written out, or names a JSON file that is there."""
-    value = view.value(value)
+    given, value = value, view.value(value)
     try:
         found = ast.literal_eval(view.code(value).strip())
     except (ValueError, SyntaxError):
         return None
     if isinstance(found, dict) and all(isinstance(key, str) for key in found):
+        if isinstance(given, cst.Name) and not _is_only_read(view, given):
+            return None
         return Configuration(found, "the configuration", view.code(value), view.line(value))
     if isinstance(found, str) and (path := folder / found).is_file():
         return load_configuration(path)
     return None
+
+
+def _is_only_read(view: FileView, name: cst.Name) -> bool:
+    """Whether the dict ``name`` is looked into at most, beside where it is given as ``name``."""
+    for mention in view.mentions(name):
+        node: cst.CSTNode = mention
+        holder = view.parent(node)
+        while isinstance(holder, cst.Subscript) and holder.value is node:
+            node, holder = holder, view.parent(holder)
+        is_get = isinstance(holder, cst.Attribute) and holder.attr.value == "get"
+        is_item = node is not mention and not isinstance(holder, _MAY_CHANGE)
+        if mention is not name and not is_get and not is_item:
+            return False
+    return True
+
+
+_MAY_CHANGE = (cst.AssignTarget, cst.AugAssign, cst.Del, cst.Element, cst.Attribute)
+"""What items of a dict are in where they are set or deleted, or where their methods are called."""

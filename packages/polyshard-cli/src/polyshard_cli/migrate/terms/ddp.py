@@ -15,9 +15,10 @@ NAMES = Table(
             "DistributedDataParallel",
             Verdict.REWRITTEN,
             "`fully_shard(model, plugins=[SameValues()])`",
-            "There is no wrapper and no `.module`. One unit holds the whole model while it runs: "
-            "shard layers first to save memory. Ranks with other initial values are refused. Make "
-            "the optimizer afterwards.",
+            "There is no wrapper and no `.module`, and state dicts are sharded, wherever the model "
+            "goes. One unit holds the whole model while it runs: shard layers first to save "
+            "memory. Ranks with other initial values are refused. Buffers are each rank's own, as "
+            "those of batch norms. Make the optimizer afterwards.",
         ),
     ),
 )
@@ -59,6 +60,7 @@ METHODS = Table(
         Term("no_sync", Verdict.MOVED, "the same"),
         Term("forward", Verdict.MOVED, "the same"),
         Term("train", Verdict.MOVED, "the same"),
+        Term("require_backward_grad_sync", HAND, "`model.set_requires_gradient_sync(...)`"),
         Term("broadcast_buffers", HAND, "buffers are each rank's own"),
         Term("scatter", HAND, "move inputs yourself"),
         Term("to_kwargs", HAND, "move inputs yourself"),

@@ -202,7 +202,8 @@ NAMES = Table(
             "initialize",
             REWRITTEN,
             "`fully_shard` before the optimizer is made; the module is the engine",
-            "Start it with torchrun. Ranks with other initial values are refused.",
+            "Start it with torchrun. Ranks with other initial values are refused. State dicts are "
+            "sharded, wherever the model goes.",
         ),
         Term(
             "init_distributed",
@@ -263,6 +264,18 @@ METHODS = Table(
         Term("load_checkpoint", HAND, f"`load` of {_DCP}; DeepSpeed's files are not read"),
         Term("save_16bit_model", HAND, "`get_model_state_dict` with `full_state_dict=True`"),
         Term("module", HAND, "there is no wrapper: drop `.module`"),
+        Term(
+            "state_dict",
+            HAND,
+            "sharded; a whole one: `get_model_state_dict` of "
+            "`torch.distributed.checkpoint.state_dict` with "
+            "`StateDictOptions(full_state_dict=True)`",
+        ),
+        Term(
+            "load_state_dict",
+            HAND,
+            "`set_model_state_dict` of `torch.distributed.checkpoint.state_dict`",
+        ),
         Term("is_gradient_accumulation_boundary", HAND, "count micro-batches"),
         Term("gradient_accumulation_steps", HAND, "count micro-batches"),
         Term("set_gradient_accumulation_boundary", HAND, "`model.set_requires_gradient_sync`"),

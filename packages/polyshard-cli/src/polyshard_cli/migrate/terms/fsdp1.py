@@ -17,8 +17,8 @@ NAMES = Table(
             "FullyShardedDataParallel",
             REWRITTEN,
             "`fully_shard`, bottom-up; `FSDPModule` in annotations and `isinstance`",
-            "There is no wrapper and no `.module`. Parameters keep names and shapes (`DTensor`); "
-            "make the optimizer afterwards.",
+            "There is no wrapper and no `.module`, and state dicts are sharded, wherever the model "
+            "goes. Parameters keep names and shapes (`DTensor`); make the optimizer afterwards.",
         ),
         Term("MixedPrecision", REWRITTEN, "`MixedPrecisionPolicy`"),
         Term(

@@ -1,7 +1,8 @@
 """What a step computes: activations, arithmetic and the model's own collectives, unit by unit.
 
-The model runs forward and backward on the meta device. Units that are alike (class, shapes of
-parameters and inputs) run once: the others hand out shapes like those of the first.
+The model runs forward and backward on the meta device. Units that are alike (what they print,
+switches, shapes of parameters and inputs) run once: the others hand out shapes like those of the
+first.
 
 In the autograd graph around units one node stands for each. It hands out shapes in forward and
 gradients in backward when a unit would, so that what lies between units is computed in its order,
@@ -377,12 +378,12 @@ class _Run:
 
     def wrap(self, member: tuple[str, int], unit: nn.Module) -> None:
         """Have ``unit`` be measured, or be told apart from none."""
-        original = unit.forward
+        original, kind = unit.forward, _kind(unit)
         gradients = sum(local_of(p).nbytes for p in unit.parameters() if p.requires_grad)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             parameters = ((name, *_shape(p)) for name, p in unit.named_parameters())
-            key = (type(unit), tuple(parameters), *map(_shape, leaves_of((args, kwargs))))
+            key = (kind, tuple(parameters), *map(_shape, leaves_of((args, kwargs))))
             given = [t for t in leaves_of((args, kwargs)) if t.requires_grad]
             self._nodes.update(t.grad_fn for t in given)
             if key not in self._known:
@@ -463,6 +464,20 @@ class _Run:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield saved
+
+
+def _kind(unit: nn.Module) -> tuple[object, ...]:
+    """What else than shapes tells what ``unit`` computes: strides, say, or whether it recomputes.
+
+    Numbers are left out: many a block has the index of its layer.
+    """
+    switches = (
+        (name, key, value)
+        for name, module in unit.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool)
+    )
+    return type(unit), str(unit), *switches
 
 
 def _is_pending(out: Any) -> bool:

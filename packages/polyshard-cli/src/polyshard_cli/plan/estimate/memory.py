@@ -98,6 +98,7 @@ class _Step:
         tiers: Mapping[str, Any],
     ) -> None:
         self._found, self._tiers = found, tiers
+        self._makes_roots = optimizer == "adamw"
         self._groups = groups
         self._units: dict[str, list[PlannedGroup]] = {}
         for group in groups:
@@ -127,8 +128,8 @@ class _Step:
             for turn in range(turns)
             for moment in self._backward(is_first=turn == 0, is_last=turn + 1 == turns)
         )
-        # torch's foreach optimizers hold one more value an element of what has state here.
-        stepping = ("", 0, 0, resting["optimizer"] // 2)
+        # torch's foreach AdamW makes roots of one of its two states, of what has state here.
+        stepping = ("", 0, 0, resting["optimizer"] // 2 if self._makes_roots else 0)
         moments: dict[str, Iterable[Moment]] = {
             "at rest": [("", 0, 0, 0)],
             "forward": self._forward(is_first=micro_batches == 1),

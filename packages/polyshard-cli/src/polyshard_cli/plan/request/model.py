@@ -38,13 +38,20 @@ def config_of(name: str, overrides: Mapping[str, object]) -> Any:
     if not overrides:
         return config
     # Made anew, because classes work out fields from others.
-    derived = {"transformers_version", "model_type"}
-    if {"hidden_size", "num_attention_heads"} & set(overrides):
-        heads = getattr(config, "num_attention_heads", 0) or 1
-        if getattr(config, "head_dim", None) == getattr(config, "hidden_size", 0) // heads:
-            derived.add("head_dim")
-    plain = {key: value for key, value in known.items() if key not in derived}
     kind: Any = type(config)
+    if not Path(name).is_dir():
+        return _asked(f"MODEL {name}", lambda: kind(**overrides))
+    derived = {"transformers_version", "model_type"}
+    if "num_hidden_layers" in overrides:
+        derived.add("layer_types")
+    heads = getattr(config, "num_attention_heads", 0)
+    of_a_head = getattr(config, "hidden_size", 0) // (heads or 1)
+    resized = {"hidden_size", "num_attention_heads"} & set(overrides)
+    if resized and getattr(config, "head_dim", None) == of_a_head:
+        derived.add("head_dim")
+    plain = {key: value for key, value in known.items() if key not in derived}
+    if "num_attention_heads" in overrides and plain.get("num_key_value_heads") == heads:
+        plain["num_key_value_heads"] = overrides["num_attention_heads"]
     return _asked(f"MODEL {name}", lambda: kind(**{**plain, **overrides}))
 
 
@@ -70,7 +77,8 @@ def _asked(what: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Exception as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        lines = [line.strip() for line in str(error).splitlines()[:2]]  # which check, and why
+        first = " ".join(filter(None, lines)) or type(error).__name__
         raise PlanError(f"{what}: transformers makes no config of it: {first}") from error
 
 
