@@ -77,6 +77,7 @@ class BackwardSteps:
         if not slot.is_member:
             return
         if id(slot) in self._spent:
+            self._check_ended()  # of a rank whose step was refused for another rank's failure
             raise OffloadError(f"a parameter got a second gradient before step(): {MESSAGE}")
         if not any(known is slot for known in self._landed):
             self._landed.append(slot)
@@ -203,14 +204,17 @@ class BackwardSteps:
         self._landed.clear()
         if not self._spent:
             return
-        if not self._ended:
-            raise OffloadError(
-                "backward raised after the optimizer had stepped some parameters in it "
-                "(step_in_backward=True)."
-            )
+        self._check_ended()
         self._check_settings()
         self._check_members()
         self._check_state()
+
+    def _check_ended(self) -> None:
+        if not self._ended:
+            raise OffloadError(
+                "backward raised after the optimizer had stepped some parameters in it "
+                "(step_in_backward=True). Load model and optimizer from the last checkpoint."
+            )
 
     def _check_settings(self) -> None:
         for index, (group, before) in enumerate(self._settings):
