@@ -157,7 +157,7 @@ def one_dies_and_one_is_late(rank: int, size: int) -> None:
     await_all("raised", size - 1)  # what one cuts later, others would see at the next failure
     if rank == 1:
         time.sleep(LATE_SECONDS)
-    model.reset_iter_state()
+    reset_without_the_late(model)
     absent = Roll(range(size)).call()
     assert absent is not None
     assert absent.said.keys() == {3}
@@ -167,6 +167,12 @@ def one_dies_and_one_is_late(rank: int, size: int) -> None:
             total = torch.ones(1)
             dist.all_reduce(total, group=mesh[axis].get_group())
             assert total.item() == 2
+
+
+def reset_without_the_late(model: Any) -> None:
+    """Wait for other ranks for no longer than a moment."""
+    with mock.patch("polyshard_resilience.alarm.alarm.ACCOUNT_SECONDS", SHORT_SECONDS):
+        model.reset_iter_state()
 
 
 def some_come_late(rank: int, size: int, late: str) -> None:
@@ -195,8 +201,7 @@ def some_come_late(rank: int, size: int, late: str) -> None:
     ):
         train(model)
     if not is_late:
-        with mock.patch("polyshard_resilience.alarm.alarm.ACCOUNT_SECONDS", SHORT_SECONDS):
-            model.reset_iter_state()
+        reset_without_the_late(model)
         await_all("begun", size)
         begin = time.monotonic()
         with pytest.raises(PeerError):

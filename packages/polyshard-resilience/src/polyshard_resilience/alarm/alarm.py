@@ -45,7 +45,13 @@ from polyshard.errors import (
     PeerError,
     PolyshardError,
 )
-from polyshard_resilience._torch_private import abort, begun_collectives, on_devices, own_client
+from polyshard_resilience._torch_private import (
+    abort,
+    begun_collectives,
+    on_devices,
+    own_client,
+    workings,
+)
 from polyshard_resilience.alarm.courier import ANSWER_SECONDS, Courier, UnansweredError
 from polyshard_resilience.alarm.cuts import NOTHING_BROKEN, Broken, Cuts, Epochs
 from polyshard_resilience.alarm.register import Register
@@ -226,7 +232,8 @@ class Alarm:
             broken, agreed = self.courier.ask(lambda s: cuts.agree(s, repaired), ANSWER_SECONDS)
         except UnansweredError:
             return NOTHING_BROKEN
-        if broken <= agreed:
+        own = [(name, each.ranks if each.is_gloo else ()) for name, each in workings().items()]
+        if all(agreed.includes(*each) for each in own if broken.includes(*each)):
             return agreed
         text = f"rank {self.rank} came to repair process groups {broken} when others had begun"
         self.ring(Report(self.rank, Cause.RAISED, text))

@@ -7,8 +7,8 @@ and takes that back when its groups are repaired. Others may read the list once 
 more: a rank cuts only until it enters the next epoch. Ranks that recover wait until all have come
 to theirs (ranks that were told again of one failure leave several behind). They do not wait long
 for a rank that is busy elsewhere: the first to look says what all ranks of the epoch repair. A rank
-that comes later and finds more broken than that lets all fail once more. Were it to repair that
-now, it would wait for ranks that wait for it in the next step.
+that comes later, and finds another of its groups broken, lets all fail once more. Were it to repair
+that one now, it would wait for ranks that wait for it in the next step.
 
 [Note: out of step] A group in which no rank waits can be broken as well. A rank that was told of a
 failure after it had begun a collective, and before it needed the result, leaves messages behind
@@ -109,10 +109,6 @@ class Broken:
     def includes(self, name: str, ranks: Collection[int]) -> bool:
         """Whether the group of this name and these ranks is one of them."""
         return name in self.apart or not self.cut.isdisjoint(ranks)
-
-    def __le__(self, other: Broken) -> bool:
-        """Whether ``other`` has all of it."""
-        return self.cut <= other.cut and self.apart <= other.apart
 
     def __str__(self) -> str:
         """For messages."""
