@@ -501,11 +501,11 @@ def test_what_a_unit_keeps_is_not_taken_from_an_earlier_call(rank: int, size: in
 
     def sum_of(x: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = second(first(x)).sum()
-        last = first.last
+        last: torch.Tensor = first.last
         return total + last.sum()
 
     sum_of(torch.ones(2, 8)).backward()
     call = torch.compile(sum_of, backend="aot_eager", **FULL)
-    with pytest.raises(Exception, match=r"last = first\.last|Cannot wrap a Tensor"):
+    with pytest.raises(Exception, match=r"last: torch.Tensor = first\.last|Cannot wrap a Tensor"):
         call(torch.ones(2, 8))
     dynamo.reset()
