@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -53,7 +55,7 @@ def test_dtensors_use_them(rank: int, size: int) -> None:
     assert torch.equal(placed.redistribute(placements=[Shard(1)]).full_tensor(), whole)
     parts = DTensor.from_local(whole + rank, mesh, [Partial()])
     assert torch.equal(parts.redistribute(placements=[Shard(1)]).full_tensor(), 2 * whole + 1)
-    weight = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+    weight: Any = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
     gathered = weight.redistribute(placements=[Replicate()])
     (gathered.to_local(grad_placements=[Partial()]) * (rank + 1)).sum().backward()
     assert weight.grad is not None
