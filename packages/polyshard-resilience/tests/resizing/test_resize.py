@@ -235,8 +235,12 @@ def test_guards_follow_the_ranks_that_join(rank: int, size: int, every: int) -> 
             step()
     polyshard_resilience.resize(model, optimizer, dist.group.WORLD)
     guard.rebase()
+    before = [full(p.detach()).clone() for p in model.parameters()]
     for _ in range(2 * every + 1):
         step()
+    after = [full(p.detach()) for p in model.parameters()]
+    assert all(value.isfinite().all() for value in after)
+    assert not all(map(torch.equal, before, after)), "no guard has kept a step from changing them"
 
 
 def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
