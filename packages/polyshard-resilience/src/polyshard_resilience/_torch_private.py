@@ -133,6 +133,11 @@ class Working:
         return tuple(dist.get_process_group_ranks(self.group))
 
     @property
+    def breakers(self) -> tuple[int, ...]:
+        """The ranks that break it when they cut their groups."""
+        return self.ranks if self.is_gloo else ()
+
+    @property
     def maker(self) -> Callable[[dist.Store], Any] | None:
         """Makes the backend of a device anew, over an empty store; ``None`` where none can be."""
         if _is_nccl(self.backend):

@@ -68,7 +68,7 @@ def _mend_all(alarm: Alarm, broken: Broken) -> None:
     affected = {
         name: working
         for name, working in sorted(found.items())
-        if broken.includes(name, working.ranks if working.is_gloo else ())
+        if broken.includes(name, working.breakers)
     }
     _quieten(affected)
     mended, lost = [], alarm.gone.keys() | alarm.register.ended(alarm.away)

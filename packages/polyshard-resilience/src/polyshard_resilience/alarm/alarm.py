@@ -232,7 +232,7 @@ class Alarm:
             broken, agreed = self.courier.ask(lambda s: cuts.agree(s, repaired), ANSWER_SECONDS)
         except UnansweredError:
             return NOTHING_BROKEN
-        own = [(name, each.ranks if each.is_gloo else ()) for name, each in workings().items()]
+        own = [(name, each.breakers) for name, each in workings().items()]
         if all(agreed.includes(*each) for each in own if broken.includes(*each)):
             return agreed
         text = f"rank {self.rank} came to repair process groups {broken} when others had begun"

@@ -160,10 +160,8 @@ def _rewrite(draft: Draft, site: Site, wish: Wish, access: cst.Attribute, call: 
 
 def _sees(draft: Draft, site: Site, node: cst.CSTNode) -> bool:
     """Whether model and optimizer are, where ``node`` is, what they are at ``site``."""
-    return all(
-        draft.view.assignments(node, name) == draft.view.assignments(site.line, name)
-        for name in (site.model, site.optimizer)
-    )
+    names = site.model, site.optimizer
+    return all(draft.view.is_same(name, node, site.line) for name in names)
 
 
 def _start_group(draft: Draft, site: Site) -> None:

@@ -100,7 +100,7 @@ def _clip(draft: Draft, use: Use, access: cst.Attribute, call: cst.Call) -> bool
     if access.attr.value != "clip_grad_norm_" or not draft.can_want(use, "clip_grad_norm_"):
         return False
     wrapper = dotted(use.node).partition(".")[0]
-    if draft.view.assignments(call, wrapper) != draft.view.assignments(use.node, wrapper):
+    if not draft.view.is_same(wrapper, call, use.node):
         return False  # what is imported within another function is not there
     first = cst.Arg(cst.parse_expression(f"{draft.view.code(access.value)}.parameters()"))
 

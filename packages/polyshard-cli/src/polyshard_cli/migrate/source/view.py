@@ -110,6 +110,10 @@ class FileView:
         scope = self._scope(node)
         return [] if scope is None else sorted(scope[name], key=self._order)
 
+    def is_same(self, name: str, here: cst.CSTNode, there: cst.CSTNode) -> bool:
+        """Whether the same statements bind ``name`` at both places, so that it is one variable."""
+        return self.assignments(here, name) == self.assignments(there, name)
+
     def _order(self, assignment: BaseAssignment) -> int:
         node = getattr(assignment, "node", None)
         return self.line(node) if isinstance(node, cst.CSTNode) and node in self._positions else 0
