@@ -38,6 +38,8 @@ PRELOADED = [
 BACKENDS = {"cpu": "gloo", "sim": "cpu:gloo,sim:simccl", "cuda": "cpu:gloo,cuda:nccl"}
 DEVICE = "POLYSHARD_FAULTS_DEVICE"
 """In the environment of each rank."""
+PATIENT_SECONDS = 120.0
+"""Seconds. Ranks take four of them on a quiet machine, and fifty beside two gates."""
 
 
 def device_of_ranks() -> str:
@@ -82,7 +84,7 @@ class Ranks:
         work: Callable[..., Any],
         *args: Any,
         ended: Collection[int] = (),
-        patience: float = 60.0,
+        patience: float = PATIENT_SECONDS,
     ) -> list[Any]:
         """Call ``work(rank, size, *args)`` on every rank; the answers, ``None`` of ``ended`` ones.
 
@@ -90,7 +92,7 @@ class Ranks:
             work: a function of a module that ranks can import.
             args: picklable.
             ended: ranks that will not answer.
-            patience: seconds to wait for the others.
+            patience: seconds to wait for the others, which start first.
 
         Raises:
             SilentError: when another rank does not answer, or raises.

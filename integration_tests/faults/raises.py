@@ -12,7 +12,7 @@ from toy_meeting import await_all
 
 from fault_table import TIMEOUT_SECONDS
 from faults.model import PLACES, Injection, Purpose, Training
-from faults.processes import Ranks
+from faults.processes import PATIENT_SECONDS, Ranks
 from polyshard.errors import PeerError
 
 STEPS = 3
@@ -42,7 +42,7 @@ def measure(ranks: int, count: int, seed: int) -> list[Raise]:
         AssertionError: where a rank raised nothing, or blames another than the one that failed.
     """
     heard: list[list[_Heard]] = Ranks(ranks, TIMEOUT_SECONDS).run(
-        _endure, count, seed, patience=60.0 + 5.0 * count
+        _endure, count, seed, patience=PATIENT_SECONDS + 5.0 * count
     )
     found = []
     for number, each in enumerate(zip(*heard, strict=True)):

@@ -16,7 +16,7 @@ from toy_meeting import await_all
 
 from fault_table import TIMEOUT_SECONDS
 from faults.model import Injection, Purpose, Training
-from faults.processes import Ranks
+from faults.processes import PATIENT_SECONDS, Ranks
 from polyshard.errors import PeerError
 from polyshard_checkpoint import Checkpoints, TrainingState
 
@@ -64,7 +64,7 @@ def measure(ranks: int, length: Length) -> list[Soaked]:
         AssertionError: if it is not.
     """
     with TemporaryDirectory(prefix="polyshard-soak-") as folder:
-        patience = 120.0 + 1.0 * length.steps
+        patience = PATIENT_SECONDS + 1.0 * length.steps
         alike = Ranks(ranks, TIMEOUT_SECONDS)
         found: list[Soaked] = alike.run(_soak, length, folder, True, patience=patience)
         whole_run: list[Soaked] = alike.run(_soak, length, folder, False, patience=patience)

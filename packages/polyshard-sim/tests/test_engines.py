@@ -83,7 +83,7 @@ def compare(rank: int, size: int) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_bitwise_cpu_and_gloo(mode: str) -> None:
-    run(compare, 2, mode=mode, timeout=120.0)
+    run(compare, 2, mode=mode, timeout=200.0)
 
 
 def peak_bytes(rank: int, size: int, engine: str) -> int:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from polyshard_cli.compare import comparing
 from polyshard_cli.compare.command import compare
 
-QUICK = ("--steps", "2", "--warmup", "0", "--device", "cpu", "--timeout", "60")
+QUICK = ("--steps", "2", "--warmup", "0", "--device", "cpu", "--timeout", "120")
 ROOT = Path(__file__).parents[4]
 
 

@@ -25,7 +25,7 @@ def compared(job: str, *engines: str, **given: object) -> dict[str, Result]:
 
 
 def document(job: str, *engines: str, **given: object) -> Comparison:
-    chosen: dict[str, object] = {"steps": 3, "warmup": 1, "device": "cpu", "timeout": 60, **given}
+    chosen: dict[str, object] = {"steps": 3, "warmup": 1, "device": "cpu", "timeout": 120, **given}
     return compare(Settings(job=f"compare_jobs:{job}", engines=engines, **chosen))  # type: ignore[arg-type]
 
 

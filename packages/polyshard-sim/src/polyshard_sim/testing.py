@@ -44,7 +44,7 @@ class Ranks:
     They stay from call to call until one fails; a process can enable one setting of the device.
     """
 
-    def __init__(self, size: int, *, collective_seconds: float = 30.0, **settings: Any) -> None:
+    def __init__(self, size: int, *, collective_seconds: float = 60.0, **settings: Any) -> None:
         """``size`` ranks, which start with the first :meth:`run`.
 
         Args:
@@ -58,7 +58,7 @@ class Ranks:
         self._seconds, self._settings = collective_seconds, settings
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = 60.0) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = 120.0) -> Any:
         """Call ``function(rank, size, *args)`` on each, as :func:`run` does."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="polyshard-sim-")
@@ -86,7 +86,7 @@ def run(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float | None = 60.0,
+    timeout: float | None = 120.0,
     **settings: Any,
 ) -> list[Any]:
     """Call ``function(rank, size, *args)`` on :class:`Ranks` of their own.
