@@ -44,6 +44,7 @@ def test_ranks_wait_as_long_as_in_the_group_of_the_job(rank: int, size: int) -> 
     with Ranks() as every:
         assert every.group is not None
         assert timeout_of(every.group) == timeout_of(dist.group.WORLD)
+        await_all("made", size)  # a rank that leaves earlier ends others, which still connect
 
 
 def save_without_the_other(rank: int, size: int, folder: str) -> None:
