@@ -26,6 +26,7 @@ import torch.distributed as dist
 from polyshard_sim.building import extension
 from polyshard_sim.enabling import Mode, enable
 from polyshard_testing import World
+from polyshard_testing.world import CALL_SECONDS, COLLECTIVE_SECONDS
 
 __all__ = ["MODES", "Mode", "Ranks", "run", "sim"]
 
@@ -44,7 +45,9 @@ class Ranks:
     They stay from call to call until one fails; a process can enable one setting of the device.
     """
 
-    def __init__(self, size: int, *, collective_seconds: float = 60.0, **settings: Any) -> None:
+    def __init__(
+        self, size: int, *, collective_seconds: float = COLLECTIVE_SECONDS, **settings: Any
+    ) -> None:
         """``size`` ranks, which start with the first :meth:`run`.
 
         Args:
@@ -58,7 +61,9 @@ class Ranks:
         self._seconds, self._settings = collective_seconds, settings
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = 120.0) -> Any:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = CALL_SECONDS
+    ) -> Any:
         """Call ``function(rank, size, *args)`` on each, as :func:`run` does."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="polyshard-sim-")
@@ -86,7 +91,7 @@ def run(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float | None = 120.0,
+    timeout: float | None = CALL_SECONDS,
     **settings: Any,
 ) -> list[Any]:
     """Call ``function(rank, size, *args)`` on :class:`Ranks` of their own.

@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # only who starts ranks needs torch
 _HOST = "127.0.0.1"
 COLLECTIVE_SECONDS = 60.0
 """How long a rank waits for its peers by default."""
+CALL_SECONDS = 120.0
+"""How long all ranks have for a call by default."""
 _ANSWER_SECONDS = 5.0  # for a rank to tell that it waited in vain
 _CALLS_OF_A_RANK = 300
 # A rank that imports these itself takes a second of a core for it, at each start. What ranks run
@@ -123,7 +125,7 @@ class World:
         self._store: dist.TCPStore | None = None
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float | None = 120.0
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = CALL_SECONDS
     ) -> list[Any]:
         """Call ``function(rank, size, *args)`` on every rank.
 
