@@ -157,18 +157,26 @@ def typecheck(session: nox.Session) -> None:
 def at_once(
     session: nox.Session, commands: dict[str, tuple[list[str], dict[str, str]]], most: int
 ) -> None:
-    """Run ``commands``, each with an addition to the environment, ``most`` at a time."""
+    """Run ``commands``, each with an addition to the environment, ``most`` at a time.
+
+    The output of those that fail comes last.
+    """
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
         command, added = commands[name]
         env = {**os.environ, **added}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
-    failed = []
+    failed = {}
     with ThreadPoolExecutor(most) as pool:
         for name, done in zip(commands, pool.map(run, commands), strict=True):
-            session.log(f"{name}\n{done.stdout}{done.stderr}")
-            failed += [name] if done.returncode else []
+            report = f"{name}\n{done.stdout}{done.stderr}"
+            if done.returncode:
+                failed[name] = report
+            else:
+                session.log(report)
+    for report in failed.values():
+        session.log(report)
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 
