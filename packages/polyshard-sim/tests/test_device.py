@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import polyshard_sim
 from polyshard_sim import building
@@ -181,22 +182,33 @@ def test_device(mode: str) -> None:
 
 
 def freed_early(rank: int, size: int) -> bool:
-    """What CUDA permits by chance: memory read on another stream after it was freed."""
+    """What CUDA permits by chance: memory read on another stream after it was freed.
+
+    A collective holds the reader until the memory is freed, however slow the host is: the other
+    rank joins later.
+    """
+    control, held = dist.new_group(backend="gloo"), torch.ones(1, device="sim")
+    if rank > 0:
+        dist.barrier(group=control)
+        dist.all_reduce(held)
+        return True
     side = sim().Stream()
     x = torch.ones(64, device="sim")
     side.wait_stream(sim().current_stream())
     del_me = x
     del x
     with sim().stream(side):
+        dist.all_reduce(held)
         y = del_me * 2
     del del_me
+    dist.barrier(group=control)
     sim().current_stream().wait_stream(side)
     return bool(y.cpu().eq(2).all().item())
 
 
 def test_strict_poisons_freed_memory() -> None:
-    assert run(freed_early, 1, mode="lowest") == [True]
-    assert run(freed_early, 1, mode="lowest", strict=True) == [False]
+    assert run(freed_early, 2, mode="lowest") == [True, True]
+    assert run(freed_early, 2, mode="lowest", strict=True) == [False, True]
 
 
 def test_host_access_faults() -> None:
